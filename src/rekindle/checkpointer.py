@@ -326,9 +326,9 @@ class Checkpointer:
         Ranks need not call it alike, except inside of ``guard(fence=True)`` where no optimizer in ``state`` announces
         its updates by torch's hooks: there it waits for all ranks.
         """
-        self._fence.by_hand()
-        self._saver.wait_before_update(together=not self._fence.hooked)
-        yield
+        with self._fence.by_hand():
+            self._saver.wait_before_update(together=not self._fence.hooked)
+            yield
 
     def guard(
         self,

@@ -6,6 +6,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/Allocator.h>
@@ -242,6 +243,25 @@ at::Tensor& add(at::Tensor& self, const at::Tensor& other, const at::Scalar& alp
   return self;
 }
 
+at::Tensor& cat(const at::ITensorListRef& parts, int64_t dim, at::Tensor& to) {
+  std::vector<Late> sources;
+  for (const at::Tensor& part : parts) sources.emplace_back(part);
+  Late place(to);
+  queue(current).put([sources, place, dim] {
+    std::vector<at::Tensor> found;
+    for (const auto& source : sources) found.push_back(source.tensor());
+    auto out = place.tensor();
+    at::cat_out(out, found, dim);
+  });
+  return to;
+}
+
+at::Tensor& sum(const at::Tensor& self, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType> type, at::Tensor& to) {
+  Late source(self), place(to);
+  queue(current).put([source, place, type] { place.tensor().copy_(source.tensor().sum(type)); });
+  return to;
+}
+
 void record_stream(at::Tensor& self, c10::Stream on) {
   auto storage = self.storage();
   queue(on.id()).put([storage] {});  // given back once this stream has come here
@@ -256,6 +276,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("fill_.Scalar", &fill);
   m.impl("zero_", &zero);
   m.impl("add_.Tensor", &add);
+  m.impl("cat.out", &cat);
+  m.impl("sum.IntList_out", &sum);
   m.impl("record_stream", &record_stream);
 }
 

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from rekindle.devices import bounce, events, page_lock, table
+from rekindle.devices.accelerator import as_integers
 from rekindle.devices.backend import Backend, QueueEvent, Stream
 
 _collecting: list[bool] = []
@@ -341,6 +342,21 @@ class FakeBackend(Backend):
             self._copies[key] -= 1
             if not self._copies[key]:
                 del self._copies[key]
+
+    def gather(self, to: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        self._require_device(to, *parts)
+        self.launch(lambda: torch.cat([part.data for part in parts], out=to.data))
+
+    def add_up(self, to: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+        self._require_device(*to, *parts)
+        for one, part in zip(to, parts, strict=True):
+            self.launch(
+                lambda one=one, part=part: torch.sum(as_integers(part.data), 0, dtype=torch.int64, out=one.data)
+            )  # type: ignore[misc]
+
+    def _require_device(self, *tensors: torch.Tensor) -> None:
+        if any(self.device_of(tensor) != DEVICE for tensor in tensors):
+            self.complain("a kernel is given memory of the host")
 
     def keep(self, source: torch.Tensor, stream: Stream) -> None:
         assert isinstance(stream, FakeStream)

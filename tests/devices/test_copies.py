@@ -295,10 +295,10 @@ def test_copies_are_spread_over_the_time_until_the_update(device: FakeBackend, m
         copied.append(batch)
         return record(DEVICE)
 
-    DeviceCopies(every, copy, 0.0).queue_ahead()
+    DeviceCopies(every, copy, 0.0, None).queue_ahead()
     assert len(copied) == AHEAD
     copied.clear()
-    spread = DeviceCopies(every, copy, 1e6)
+    spread = DeviceCopies(every, copy, 1e6, None)
     spread.queue_ahead()
     assert len(copied) == 1, "the next is due hours later"
     waits = run(lambda: (device.enter(DEVICE), spread.await_queued(every[7])))
@@ -316,7 +316,7 @@ def test_the_last_copies_are_due_when_four_fifths_of_the_time_are_over(
     sources = [torch.zeros(10) for _ in range(20)]
     device.own(*sources)
     copied: list[Batch] = []
-    copies = DeviceCopies(batches_of(*sources), lambda batch: copied.append(batch) or record(DEVICE), 100.0)  # type: ignore[func-returns-value]
+    copies = DeviceCopies(batches_of(*sources), lambda batch: copied.append(batch) or record(DEVICE), 100.0, None)  # type: ignore[func-returns-value]
     for passed, number, due in [(0.0, 0, 1), (3.9, 0, 1), (4.0, 0, 2), (39.9, 8, 10), (40.0, 8, 11), (76.0, 18, 20)]:
         now[0] = 1000.0 + passed
         copies.queue_ahead(number)
@@ -429,7 +429,7 @@ def test_what_was_freed_before_its_copy_is_not_read(device: FakeBackend) -> None
     every = batches_of(source)
     source.untyped_storage().resize_(0)
     copied: list[Any] = []
-    copies = DeviceCopies(every, copied.append, 0.0)  # type: ignore[arg-type]
+    copies = DeviceCopies(every, copied.append, 0.0, None)  # type: ignore[arg-type]
     with pytest.raises(RekindleError, match="freed or resized"):
         copies.queue_all()
     assert not copied

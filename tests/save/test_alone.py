@@ -15,8 +15,9 @@ def test_averaged_weights_have_no_replica_though_they_are_alike_everywhere() -> 
     averaged = torch.optim.swa_utils.AveragedModel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     capture = Capture({"model": model, "average": averaged, "optimizer": optimizer})
-    capture.use_fence(Fence(capture.state))
-    live = Live(capture, None)
+    fence = Fence(capture.state)
+    capture.use_fence(fence)
+    live = Live(capture, None, fence)
     live.begin_guard()
     live.take(ShardId(1, 0, 2, Incarnation.begin(1)))
     # The average's bias and counter are small: their copies are in memory at each step.

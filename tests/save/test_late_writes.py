@@ -85,6 +85,7 @@ sys.setprofile(watch)
 ckpt = rekindle.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimizer}, memory=sys.argv[2], overlap=True)
 ckpt.restore()
 assert ckpt._saver.memory.slots.wait_made(60)
+optimizer.step()  # without gradients: nothing but the announcement
 ckpt.step(1)
 while not ckpt._saver.memory.pending._ended:  # conclude() would help to copy, and read on while the other thread frees
     time.sleep(0.01)
@@ -113,6 +114,7 @@ ckpt = rekindle.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimize
 ckpt.restore()
 assert ckpt._saver.memory.slots.wait_made(60)
 storage, go = model.weight.untyped_storage(), threading.Event()
+optimizer.step()  # without gradients: nothing but the announcement
 ckpt._saver.live.writer._behind.submit(go.wait)  # the copy beside training can't begin before
 ckpt.step(1)
 storage.resize_(int(sys.argv[3]))
@@ -146,10 +148,12 @@ def test_a_late_write_that_outlasts_the_copy_is_noticed_too(
     """Torch counts a write when it is over, so a count that hasn't moved when the copy ends proves nothing yet."""
     monkeypatch.setattr(completing, "_LONGEST_WRITE", 60.0)  # on a busy machine it may take longer than is waited for
     model = torch.nn.Linear(2048, 2048, bias=False)
-    ckpt = rekindle.Checkpointer(root, {"model": model, "sgd": torch.optim.SGD(model.parameters())})
+    optimizer = torch.optim.SGD(model.parameters())
+    ckpt = rekindle.Checkpointer(root, {"model": model, "sgd": optimizer})
     ckpt.restore()
     wait_for_memory(ckpt)
     ckpt.save(1, wait="memory")
+    optimizer.step()
     finish, first = Copying.finish, float(model.weight[0, 0])
 
     def once_written_to(copying: Copying) -> list[str]:
@@ -167,9 +171,11 @@ def test_a_late_write_that_outlasts_the_copy_is_noticed_too(
 
 def trained_by_hand(root: Path) -> rekindle.Checkpointer:
     model = torch.nn.Linear(2048, 2048)
-    ckpt = rekindle.Checkpointer(root, {"model": model, "sgd": torch.optim.SGD(model.parameters())})
+    optimizer = torch.optim.SGD(model.parameters())
+    ckpt = rekindle.Checkpointer(root, {"model": model, "sgd": optimizer})
     ckpt.restore()
     wait_for_memory(ckpt)
+    optimizer.step()
     return ckpt
 
 
@@ -245,6 +251,7 @@ def test_verify_raises_where_failures_are_to_be_raised(root: Path, memory: Path)
     training = Adversaries(64)
     ckpt = rekindle.Checkpointer(root, training.state, overlap="verify", strict=True)
     ckpt.restore()
+    training.update()
     ckpt.step(1)
     clip_unseen(training.one)
     training.update()
@@ -261,6 +268,7 @@ def test_memory_that_is_taken_away_in_the_window_costs_the_snapshot_at_most(root
     wait_for_memory(ckpt)
     pending = None
     ckpt._saver.memory._live.writer._behind.submit(partial(time.sleep, 0.3))  # the copy can't begin before
+    optimizer.step()
     ckpt.step(1)
     pending = ckpt._saver.memory.pending
     model[7].untyped_storage().resize_(0)
@@ -285,6 +293,7 @@ def test_a_parameter_that_gets_other_memory_in_the_window(root: Path, memory: Pa
     ckpt.restore()
     wait_for_memory(ckpt)
     expected = model.weight.detach().clone()
+    optimizer.step()
     ckpt.step(1)
     model.weight.data = torch.full((2000, 2000), 3.0)
     ckpt.save(1, wait="memory")

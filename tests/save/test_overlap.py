@@ -57,6 +57,7 @@ def begin(root: Path, memory: Path, width: int = WIDTH) -> tuple[Adversaries, re
 
 def test_a_snapshot_is_in_memory_before_the_update_touches_the_state(root: Path, memory: Path) -> None:
     training, ckpt, job = begin(root, memory)
+    training.update()
     seen = []
     training.first.register_step_pre_hook(lambda *_: seen.append(snapshot_of(job, step).exists()))
     training.second.register_step_pre_hook(lambda *_: seen.append(snapshot_of(job, step).exists()))
@@ -70,6 +71,7 @@ def test_a_snapshot_is_in_memory_before_the_update_touches_the_state(root: Path,
 def test_an_update_in_another_thread_waits_too(root: Path, memory: Path) -> None:
     """As when gradients are applied while they are computed, by the threads that compute them."""
     training, ckpt, job = begin(root, memory)
+    training.update()
     for step in range(1, 6):
         ckpt.step(step)
         expected = [p.detach().clone() for p in training.one.parameters()]
@@ -149,6 +151,7 @@ def test_a_forked_child_waits_for_no_copy_of_its_parents(root: Path, memory: Pat
     training, ckpt, _ = begin(root, memory, 1500)
     wait_for_memory(ckpt)
     ckpt._saver.memory._live.writer._behind.submit(partial(time.sleep, 0.3))
+    training.update()
     ckpt.step(1)
     child = os.fork()
     if child == 0:
@@ -170,6 +173,7 @@ def test_a_checkpointer_that_is_forgotten_keeps_its_place_until_its_copy_is_whol
     training, ckpt, job = begin(root, memory, 1500)
     wait_for_memory(ckpt)
     ckpt._saver.memory._live.writer._behind.submit(partial(time.sleep, 0.3))
+    training.update()
     ckpt.step(1)
     del ckpt
     assert job.trainers() == {0: os.getpid()}

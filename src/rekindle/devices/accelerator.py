@@ -10,7 +10,7 @@ import torch
 
 from rekindle.devices.backend import Backend, Stream, TimedEvent
 
-__all__ = ["Accelerator"]
+__all__ = ["Accelerator", "as_integers"]
 
 
 class Accelerator(Backend):
@@ -66,6 +66,13 @@ class Accelerator(Backend):
         with torch.no_grad():
             torch._foreach_copy_(list(to), list(source), non_blocking=True)
 
+    def gather(self, to: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        torch.cat(list(parts), out=to)
+
+    def add_up(self, to: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+        for place, part in zip(to, parts, strict=True):
+            torch.sum(as_integers(part), 0, dtype=torch.int64, out=place)
+
     def keep(self, source: torch.Tensor, stream: Stream) -> None:
         with suppress(NotImplementedError):  # MPS, whose allocator counts for itself what its queue still uses
             source.record_stream(stream)  # type: ignore[arg-type]
@@ -96,3 +103,12 @@ class Accelerator(Backend):
                 self._module.set_rng_state(state, index)
             else:
                 self._module.set_rng_state(state)
+
+
+def as_integers(part: torch.Tensor) -> torch.Tensor:
+    """Returns the elements, in order, as the widest integers that fit: sums of narrower ones take memory on the way."""
+    data = part.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if not (data.nbytes % dtype.itemsize or data.storage_offset() % dtype.itemsize):
+            return data.view(dtype)
+    return data

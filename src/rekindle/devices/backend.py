@@ -101,6 +101,17 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def gather(self, to: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Queues, on the current stream, copies of ``parts`` to ``to``, one behind the other: flat tensors of bytes."""
+
+    @abstractmethod
+    def add_up(self, to: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+        """Queues, on the current stream, a sum of all bytes of each of ``parts``, by words and modulo 2**64.
+
+        Each of ``to`` is one int64 of the device.
+        """
+
+    @abstractmethod
     def keep(self, source: torch.Tensor, stream: Stream) -> None:
         """Keeps freed memory of ``source`` from others until the device has done what ``stream`` is given now."""
 

@@ -50,6 +50,12 @@ class SideStreams:
             if self._streams[device] != require_backend(device).current_stream(device):
                 self._streams[device].wait_event(record(device).raw)
 
+    @contextmanager
+    def aside(self, device: torch.device) -> Iterator[None]:
+        """Queues the block's work on the side stream. For any thread that entered the device."""
+        with require_backend(device).on(self._streams[device]):
+            yield
+
     def copy_aside(self, device: torch.device, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Event:
         """Copies on the side stream and returns the event of the copy's end. For any thread that entered the device.
 

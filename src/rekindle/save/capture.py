@@ -344,7 +344,10 @@ class Capture:
                 layout = before.layout  # the same object: its header is made once
         early, late = batches(layout, {(p.chunk.name, p.chunk.offsets): p for p in pieces})
         watched = {p.chunk.name: p.counter for p in pieces if p.late}
-        return CopyPlan(layout, structure, early, late, watched, replicas, whole)
+        plan = CopyPlan(layout, structure, early, late, watched, replicas, whole)
+        if self._fence is not None:
+            self._fence.devices = plan.whole.devices
+        return plan
 
 
 def _content(tensor: torch.Tensor) -> str:

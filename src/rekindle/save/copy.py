@@ -14,7 +14,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,9 +39,12 @@ from rekindle.format.layout import BLOCK
 from rekindle.format.receipt import checksum
 from rekindle.save.device_copies import DeviceCopies, require_in_place
 from rekindle.save.plan import Batch, CopyPlan, Unit
+from rekindle.save.witness import PLACES, Look, Witness
 
-__all__ = ["Copying", "ShardWriter", "checksum_late_blocks"]
+__all__ = ["BEFORE", "Copying", "ShardWriter"]
 
+BEFORE, _AFTER, _AT_UPDATE = range(PLACES)
+"""Places of looks, which all may be waited for at the same time."""
 _PIECE = 256 << 10
 """Bytes copied and then hashed while the processor's cache still has them.
 
@@ -133,11 +136,27 @@ class Copying:
     """The copying of one shard into a buffer. ``target`` is to be passed as ``cache`` next time.
 
     ``early`` comes first, by the thread that trains. Then any threads may call the others, at the same time too.
-    Failures are raised by ``hold_update`` and ``finish``.
+    Failures are raised by ``hold_update`` and ``finish``. A ``witness`` looks at what is copied late before the first
+    copy and behind the last one, at all of it with ``whole``.
     """
 
-    def __init__(self, writer: ShardWriter, plan: CopyPlan, target: _Target, step: int) -> None:
+    def __init__(
+        self,
+        writer: ShardWriter,
+        plan: CopyPlan,
+        target: _Target,
+        step: int,
+        witness: Witness | None = None,
+        *,
+        whole: bool = False,
+    ) -> None:
         self._writer, self._plan, self.target, self._step = writer, plan, target, step
+        self.witness, self._whole = witness, whole
+        self.before: Look | None = None
+        """Look of the witness before the first copy."""
+        self._after: Look | None = None
+        self._at_update: Look | None = None
+        self._looking = threading.Lock()
         self._sums = [""] * len(plan.layout.blocks)
         batches = plan.late or plan.early
         self._middle = batches[len(batches) // 2] if batches else None
@@ -145,7 +164,12 @@ class Copying:
         self._bounced = _BatchQueue(self._bounce, (b for b in plan.late if self._is_bounced(b)))
         direct = [b for b in plan.late if self._is_direct(b)]
         aside = partial(_copy_aside, writer.streams, target)  # a method of this would keep it alive, and the state
-        self._copies = DeviceCopies(direct, aside, writer.window)
+        bounced = {b.device for b in plan.late if self._is_bounced(b)}
+        self._early_seen = {b.device for b in direct} - bounced
+        """Devices that are looked at behind the last copy as soon as that is queued."""
+        look = partial(_look_aside, witness, whole, writer.streams, self._early_seen) if witness is not None else None
+        self._copies = DeviceCopies(direct, aside, writer.window, look)
+        self._last = direct[-1] if direct else None
         self._early: dict[int, Event | None] = {}
         """Events of the batches that devices copy on training's own streams, by first byte."""
         self._arrived = _BatchQueue(self._hash, [b for b in plan.early if self._is_direct(b)] + direct)
@@ -162,6 +186,8 @@ class Copying:
     def early(self) -> None:
         """Copy what may change as soon as training goes on, and let side streams go on from where training is."""
         early, streams = self._plan.early, self._writer.streams
+        if self.witness is not None:
+            self.before = self.witness.look(BEFORE, whole=self._whole)
         for batch in early:
             if self._is_direct(batch):
                 self._early[batch.start] = copy_now(batch.device, *self.target.sides_of(batch))
@@ -188,7 +214,35 @@ class Copying:
         self._copies.queue_all()
         self._writer.all_hands(self._host)
         self._writer.all_hands(self._bounced)
-        self._writer.streams.make_training_wait(self._copies.last())
+        seen = [event for look in self._look_again() for event in look.events]
+        self._writer.streams.make_training_wait([*self._copies.last(), *seen])
+
+    def _look_again(self) -> list[Look]:
+        """Look behind the last copy, once: all copies have been queued, and those on the host have ended."""
+        with self._looking:
+            if self._after is None and self.witness is not None:
+                streams, seen = self._writer.streams, self._early_seen
+                self._after = self.witness.look(
+                    _AFTER, whole=self._whole, on=streams.aside, only=lambda device: device not in seen
+                )
+            return [look for look in (self._after, self._copies.after) if look is not None]
+
+    def changed(self) -> set[str]:
+        """Returns the tensors that were changed while they were copied, once ``finish`` has seen all of them arrive."""
+        return {name for look in self._look_again() for name in self._names(look)}
+
+    def look_at_update(self) -> None:
+        """Look once more, on the caller's streams, before the first update: ``changed_later`` tells what was found."""
+        if self.witness is not None:
+            self._at_update = self.witness.look(_AT_UPDATE, whole=self._whole)
+
+    def changed_later(self) -> set[str]:
+        """Returns the tensors that were changed until ``look_at_update``, the copy being right or not."""
+        return self._names(self._at_update) if self._at_update is not None else set()
+
+    def _names(self, later: Look) -> set[str]:
+        assert self.before is not None
+        return {self._plan.layout.tensor_of(unit.block) for unit in later.differing(self.before)}
 
     def finish(self) -> list[str]:
         """Returns the checksums of everything, once it is in the buffer."""
@@ -229,6 +283,9 @@ class Copying:
         first = batch.start
         if first not in self._early:
             wait_for_copy(self._copies.await_queued(batch))
+            if batch is self._last:
+                for look in filter(None, (self.before, self._copies.after)):
+                    look.read()  # before the hashing: a device that fails answers no more
         elif (event := self._early[first]) is not None:
             wait_for_copy(event)
         self._hash_units(batch)
@@ -250,6 +307,10 @@ class Copying:
 
 def _copy_aside(streams: SideStreams, target: _Target, batch: Batch) -> Event:
     return streams.copy_aside(batch.device, *target.sides_of(batch))
+
+
+def _look_aside(witness: Witness, whole: bool, streams: SideStreams, devices: Collection[torch.device]) -> Look:
+    return witness.look(_AFTER, whole=whole, on=streams.aside, only=lambda device: device in devices)
 
 
 def _move(unit: Unit, target: _Target) -> str:
@@ -288,10 +349,19 @@ class ShardWriter:
         self.window = 0.0
         """Seconds from the newest snapshot until the update that came next; 0 before the first."""
 
-    def start(self, plan: CopyPlan, buffer: mmap.mmap, cache: object, step: int) -> Copying:
+    def start(
+        self,
+        plan: CopyPlan,
+        buffer: mmap.mmap,
+        cache: object,
+        step: int,
+        witness: Witness | None = None,
+        *,
+        whole: bool = False,
+    ) -> Copying:
         """Begin to fill ``buffer``, of at least ``plan.layout.file_bytes`` bytes. What may change at once is copied."""
         target = cache if isinstance(cache, _Target) and cache.plan is plan else self._target(plan, buffer)
-        copying = Copying(self, plan, target, step)
+        copying = Copying(self, plan, target, step, witness, whole=whole)
         copying.early()
         return copying
 
@@ -372,14 +442,3 @@ def _ends_of_locks(start: int, stop: int, locked: list[tuple[int, int]]) -> list
             return None
         ends.append(locked[found][1])
     return ends[1:-1]
-
-
-def checksum_late_blocks(plan: CopyPlan) -> dict[int, str]:
-    """Returns checksums by number, as in a receipt, of all blocks that are copied late, as they are now."""
-    found = {}
-    for unit in (unit for batch in plan.late for unit in batch.units):
-        part = unit.part().resolve_conj().resolve_neg().cpu().contiguous()
-        data = memoryview((ctypes.c_char * unit.nbytes).from_address(part.data_ptr()))
-        for number, at in enumerate(range(0, unit.nbytes, BLOCK), unit.block):
-            found[number] = checksum(data[at : at + BLOCK])
-    return found

@@ -13,6 +13,7 @@ from rekindle.devices.batches import AHEAD
 from rekindle.devices.events import Event
 from rekindle.errors import RekindleError
 from rekindle.save.plan import Batch, Unit
+from rekindle.save.witness import Look
 
 __all__ = ["DeviceCopies", "require_in_place"]
 
@@ -27,8 +28,13 @@ class DeviceCopies:
     is not known.
     """
 
-    def __init__(self, batches: Sequence[Batch], copy: Callable[[Batch], Event], window: float) -> None:
-        self._batches, self._copy, self._window = batches, copy, window
+    def __init__(
+        self, batches: Sequence[Batch], copy: Callable[[Batch], Event], window: float, look: Callable[[], Look] | None
+    ) -> None:
+        """``look`` queues a look behind the last copy."""
+        self._batches, self._copy, self._window, self._look = batches, copy, window, look
+        self.after: Look | None = None
+        """That look, once all copies are queued."""
         self._numbers = {batch.start: number for number, batch in enumerate(batches)}
         self._began = time.monotonic()
         self._events: list[Event] = []
@@ -48,7 +54,10 @@ class DeviceCopies:
                 number = len(self._events)
                 if number < count:
                     require_in_place(self._batches[number].units)
-                    self._events.append(self._copy(self._batches[number]))
+                    event = self._copy(self._batches[number])
+                    if number == len(self._batches) - 1 and self._look is not None:
+                        self.after = self._look()
+                    self._events.append(event)
 
     def queue_ahead(self, number: int = 0) -> None:
         """Queues batch ``number`` and those that may be queued while it is copied, each when it is due."""

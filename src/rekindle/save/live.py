@@ -19,6 +19,7 @@ from rekindle.memory.local_state import LocalStateWriter
 from rekindle.memory.slots import Slots
 from rekindle.save.capture import Capture
 from rekindle.save.copy import ShardWriter
+from rekindle.save.fence import Fence
 from rekindle.save.local_state import KeptStep, LocalStateCapture
 from rekindle.save.plan import CopyPlan
 from rekindle.save.progress import DeviceClock
@@ -32,9 +33,9 @@ log = logging.getLogger("rekindle")
 class Live:
     """Reads the live state. For the thread that trains; ``plan`` and ``write`` for any, while nothing changes it."""
 
-    def __init__(self, capture: Capture, slots: Slots | None) -> None:
+    def __init__(self, capture: Capture, slots: Slots | None, fence: Fence) -> None:
         """``slots``: None where there is no memory store, in whose files local states would outlive the process."""
-        self.capture = capture
+        self.capture, self._fence = capture, fence
         self.writer = ShardWriter()
         self._rescuer: ShardWriter | None = None
         """Copies after a fault: the threads and side streams of ``writer`` may wait for a device that is stuck."""
@@ -64,7 +65,7 @@ class Live:
     def _capture_local(self, *, before_update: bool = False) -> LocalStateCapture:
         slots = self._slots
         file = LocalStateWriter(slots.job, slots.rank, before_update=before_update) if slots is not None else None
-        return LocalStateCapture(file, self.writer.behind, self.clock)
+        return LocalStateCapture(file, self.writer.behind, self.clock, self._fence.distrust)
 
     def close(self) -> None:
         """Wait for the threads, and end them."""
@@ -87,7 +88,7 @@ class Live:
     def put_aside(self, stamp: ShardId) -> None:
         """Note it outside of ``guard()`` too: the step may be saved later by this process."""
         if self._local is None:
-            self._local = LocalStateCapture(None, self.writer.behind, self.clock)
+            self._local = LocalStateCapture(None, self.writer.behind, self.clock, self._fence.distrust)
         if self._local.stamp != stamp:  # else ``take`` has noted it
             self._note(self._local, stamp)
 
@@ -121,10 +122,12 @@ class Live:
         return plan, values
 
     def _take(self, local: LocalStateCapture | None, stamp: ShardId) -> tuple[CopyPlan, bytes]:
+        self._fence.catch_up()
         plan, values = self.capture.prepare()
         if local is not None:
             try:
                 kept = local.take(stamp, plan, values)
+                kept.announced = self._fence.announced_whole
                 if local is not self._before_update:
                     self.clock.end_step(stamp.step, kept.events)
                 local.store(kept, plan)
@@ -177,8 +180,17 @@ class Live:
         RekindleError when that can't be done.
         """
         kept = self._find(stamp)
+        self._require_announced(kept, stamp.step)
         kept.check()
         return kept.plan(whole=whole)
+
+    def _require_announced(self, kept: KeptStep, step: int) -> None:
+        """Raises RekindleError if the next update may have begun unseen. On the host a look at the state shows it."""
+        if kept.devices and not (kept.announced and self._fence.announced_whole):
+            raise RekindleError(
+                f"no hook and no ckpt.updating() announced the update that made step {step}, so the next one may have "
+                "begun unseen: what devices hold is not read"
+            )
 
     def _find(self, stamp: ShardId) -> KeptStep:
         if self._local is None:

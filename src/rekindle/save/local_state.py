@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -13,18 +14,23 @@ import torch
 
 from rekindle.devices.events import Event, record
 from rekindle.devices.streams import copy_now
-from rekindle.devices.table import backend_of, device_of, on_host
+from rekindle.devices.table import backend_of, device_of, has_queues, is_host, on_host
 from rekindle.errors import RekindleError
 from rekindle.format.lineage import ShardId
 from rekindle.memory.local_state import LocalStateWriter, padded
 from rekindle.save.plan import Batch, CopyPlan, Unit, in_batches
 from rekindle.save.progress import KEPT, DeviceClock
+from rekindle.save.witness import PLACES, Look, Witness
 
 __all__ = ["KeptStep", "LocalStateCapture"]
 
 _LARGE = 1 << 20
 """Bytes of the largest tensor that is taken at each step: a frozen model would cost more than training it. Larger ones
 can be secured as long as they are not written to between the step's end and the fault."""
+_FIRST, _EVERY = 2, 64
+"""Steps at which devices are looked at until the update: the first ones, and one in so many."""
+_END, _UPDATE, _NOW = range(PLACES)
+"""Places of looks."""
 _LOOK = 1.0
 """Seconds after which a thread that waits for a device looks for a fault."""
 
@@ -51,7 +57,15 @@ class KeptStep:
         early = list(_units(plan.early))
         by_host = [unit for unit in _units(plan.late) if on_host(unit.source)] if self.devices else []
         self.taken = [unit for unit in early if _small(unit)]  # each a whole tensor
+        self.announced = False
+        """True if the update that made the step was announced, with all that it changed."""
         self._left = [unit for unit in early if not _small(unit)]
+        lasts = [*_units(plan.late), *self._left]
+        suits = has_queues if self.devices else is_host
+        self._witness = Witness(unit for unit in lasts if suits(device_of(unit.source)))
+        self._at_end: Look | None = None
+        """Look at the step's end."""
+        self._at_update: Look | None = None
         self._offloaded = [unit for unit in by_host if not _small(unit)]
         self._lay_out(self.taken, [unit for unit in by_host if _small(unit)])
 
@@ -78,24 +92,44 @@ class KeptStep:
         """Returns True if it can be taken by ``plan``."""
         return plan is self._plan
 
-    def take(self, stamp: ShardId, values: bytes) -> None:
-        """Copy what is the state of ``stamp`` now."""
-        self.stamp = None
+    def take(self, stamp: ShardId, values: bytes, *, look: bool) -> None:
+        """Copy what is the state of ``stamp`` now. ``look`` at the rest that is on devices; the host's always is."""
+        self.stamp = self._at_end = self._at_update = None
         copied = {device: copy_now(device, *sides) for device, sides in self._copies.items()}
         self.events = {device: copied.get(device) or record(device) for device in self.devices}
         self._versions = [_version(unit.counter) for unit in self._left]
         self._late = [tensor._version for tensor in self._plan.whole.watched.values()]
         self._changed = None
+        if look or not self.devices:
+            self._at_end = self._witness.look(_END, whole=False)
         self.values, self.stamp = values, stamp
 
     def end(self) -> None:
         """Note that the host is about to update the state. What it changes from now on, devices change later."""
         if self._changed is None:
             self._changed = self._changed_late()
+            if self._at_end is not None:
+                with suppress(RekindleError):  # memory has moved
+                    self._at_update = self._witness.look(_UPDATE, whole=False)
+
+    def changed_unseen(self) -> set[str]:
+        """Returns what was changed from the step's end to the update that came next, though torch has counted nothing.
+
+        Not before the devices are past that update's beginning.
+        """
+        if self._at_end is None or self._at_update is None or self._changed:
+            return set()
+        return self._names(self._at_update)
+
+    def _names(self, later: Look) -> set[str]:
+        assert self._at_end is not None
+        return {self._plan.whole.layout.tensor_of(unit.block) for unit in later.differing(self._at_end)}
 
     def check(self) -> None:
         """Raises RekindleError if something that was not copied has been changed since the step's end."""
         changed = self._changed_late() if self._changed is None else self._changed
+        if not changed and not self.devices and self._at_end is not None:
+            changed = sorted(self._names(self._witness.look(_NOW, whole=False)))
         if changed:
             raise RekindleError(f"{changed[0]} has been changed since the end of step {self._step}")
         versions = zip(self._left, self._versions, strict=True)
@@ -174,8 +208,11 @@ class LocalStateCapture:
         file: LocalStateWriter | None,
         behind: Callable[[Callable[[], object]], Future[object]],
         clock: DeviceClock,
+        found: Callable[[int, Collection[str]], object],
     ) -> None:
-        self._file, self._behind, self._clock = file, behind, clock
+        """``found`` is called with what was changed after a step before an update was announced."""
+        self._file, self._behind, self._clock, self._found = file, behind, clock, found
+        self._taken = 0
         self._kept: deque[KeptStep] = deque()
         self._spare: list[KeptStep] = []
         """Those of the same plan that hold no step yet, or none any more."""
@@ -186,7 +223,8 @@ class LocalStateCapture:
     def take(self, stamp: ShardId, plan: CopyPlan, values: bytes) -> KeptStep:
         """Keep what is the state of ``stamp`` now. Waits until the devices are past what has to go for it."""
         kept = self._make_room(plan)
-        kept.take(stamp, values)
+        kept.take(stamp, values, look=self._taken < _FIRST or self._taken % _EVERY == 0)
+        self._taken += 1
         self._kept.append(kept)
         self._plan = plan
         return kept
@@ -198,6 +236,8 @@ class LocalStateCapture:
             oldest = self._kept[0]
             if len(self._kept) > 1:
                 self._kept[1].wait()
+                if oldest.stamp is not None and (names := oldest.changed_unseen()):
+                    self._found(oldest.stamp.step, names)
             if oldest.writing is not None:
                 oldest.writing.exception()
             self._kept.popleft()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -16,7 +16,8 @@ from rekindle.format.lineage import ShardId
 from rekindle.format.receipt import Receipt
 from rekindle.memory.slot import Slot
 from rekindle.memory.slots import Slots
-from rekindle.save.copy import Copying, checksum_late_blocks
+from rekindle.save.copy import Copying
+from rekindle.save.fence import some_of
 from rekindle.save.plan import CopyPlan
 
 __all__ = ["Changed", "PendingSnapshot"]
@@ -32,14 +33,16 @@ _WAITING = {"threading", "rekindle.common.flag", "torch.autograd.graph", "torch.
 
 
 class Changed(UsageError):
-    """Tensors were changed after ``step()`` by something that no fence stands before. ``names`` lists them."""
+    """Tensors were changed after ``step()`` by something that no fence stands before. ``names`` lists them.
 
-    def __init__(self, step: int, names: Collection[str]) -> None:
-        self.names = names
-        some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    ``counted``: True if torch has counted the writes, so that these are all.
+    """
+
+    def __init__(self, step: int, names: Collection[str], *, counted: bool) -> None:
+        self.names, self.counted = names, counted
         super().__init__(
-            f"{some}: changed between ckpt.step({step}) and the optimizer's next step(), by something else than that "
-            "step(): do it before ckpt.step(), or inside of 'with ckpt.updating():'"
+            f"{some_of(names)}: changed between ckpt.step({step}) and the optimizer's next step(), by something else "
+            "than that step(): do it before ckpt.step(), or inside of 'with ckpt.updating():'"
         )
 
 
@@ -53,8 +56,8 @@ class PendingSnapshot:
     slot: Slot
     slots: Slots
     copying: Copying
-    expected: dict[int, str]
-    """Checksums, by number, of what is copied late, taken at the start if the copy is to be verified."""
+    verify: bool = False
+    """True if what is changed between the copy and the update is to be found as well."""
     counts: Callable[[int], bool] = lambda step: True
     """Returns True if what devices have made of a step may be committed, though a fault may have been noticed."""
     checksums: list[str] = field(default_factory=list)
@@ -94,13 +97,13 @@ class PendingSnapshot:
         """Return when the state may change: on the host, once the snapshot is committed. Doesn't raise."""
         first, self._update_waited = not self._update_waited, True
         self.copying.note_update()
-        if self._ended and not (first and self.expected):
+        if self._ended and not (first and self.verify):
             return
         try:
             self.copying.hold_update()
             self.check_unchanged()
-            if first and self.expected:  # optimizers update one after the other: only the first finds all as it was
-                self._compare(checksum_late_blocks(self.plan))
+            if first and self.verify:  # optimizers update one after the other: only the first finds all as it was
+                self.copying.look_at_update()
         except Exception as error:
             self.error = self.error or error
         if self.copying.holds_all:
@@ -117,7 +120,7 @@ class PendingSnapshot:
                 self.checksums = self.copying.finish()
                 self._wait_for_writes()
                 self.check_unchanged()
-                self._compare(self.checksums)
+                self._require_unchanged(self.copying.changed())
                 if self.error is not None:
                     raise self.error
                 if not self.counts(self.stamp.step):
@@ -182,21 +185,27 @@ class PendingSnapshot:
         """Compare torch's counters of writes with those of the start; a difference becomes the ``error``.
 
         Done once, before the first update: by the trainer, or while nothing changes the state. Writes that pass by the
-        counters are only found by checksums.
+        counters are found by the copy's witness.
         """
         with self._checking:
             if not self._checked.is_set():
                 pairs = zip(self.plan.watched, self._versions, self._count_writes(), strict=True)
                 names = {name for name, before, after in pairs if before != after}
                 if names:
-                    self.error = self.error or Changed(self.stamp.step, names)
+                    self.error = self.error or Changed(self.stamp.step, names, counted=True)
                 self._checked.set()
 
-    def _compare(self, found: Mapping[int, str] | Sequence[str]) -> None:
-        """Raise Changed if checksums differ from the expected ones."""
-        changed = {number for number, expected in self.expected.items() if found[number] != expected}
+    def _require_unchanged(self, changed: Collection[str]) -> None:
         if changed:
-            raise Changed(self.stamp.step, {self.plan.layout.tensor_of(number) for number in changed})
+            raise Changed(self.stamp.step, changed, counted=False)
+
+    def conclude(self) -> None:
+        """Commit it, and find what was changed until the update. Doesn't raise: ``error`` tells what went wrong."""
+        self.commit()
+        try:
+            self._require_unchanged(self.copying.changed_later())
+        except Exception as error:
+            self.error = self.error or error
 
     def receipt(self) -> bytes:
         """Returns the encoded receipt of a copy that is complete."""

@@ -68,8 +68,8 @@ class Saver:
         """
         slots = session.slots
         self.session = session
-        self.live = Live(capture, slots)
-        self.memory = MemorySaver(self.live, slots, overlap) if slots is not None else None
+        self.live = Live(capture, slots, fence)
+        self.memory = MemorySaver(self.live, slots, overlap, fence) if slots is not None else None
         """None where there is no memory store."""
         self.direct = DirectSaver(self.live, session.store, settings.retention, session.job, lambda: session.starts)
         self._gate: Gate | NoGate = NoGate()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rekindle.common.os_errors import describe_error
@@ -16,11 +16,13 @@ from rekindle.format.receipt import Receipt, read_file
 from rekindle.memory.lock import Lock
 from rekindle.memory.slot import Slot
 from rekindle.memory.slots import NotReadyError, Slots
-from rekindle.save.copy import checksum_late_blocks
+from rekindle.save.copy import BEFORE, Copying
+from rekindle.save.fence import Fence
 from rekindle.save.live import Live
 from rekindle.save.pending import Changed, PendingSnapshot
 from rekindle.save.plan import CopyPlan
 from rekindle.save.progress import StateMoved
+from rekindle.save.witness import Look, Witness
 from rekindle.settings import Overlap
 
 __all__ = ["MemorySaver", "Pause"]
@@ -35,11 +37,34 @@ _STANDSTILL = 1.0
 hardware queue with work that never ends, while others can be read. A batch takes some milliseconds."""
 
 
+_FIRST, _EVERY = 2, 64
+"""Snapshots from devices whose every byte is looked at before and after the copy: the first ones, and one in so many.
+The device adds up integers, at the speed of its memory: two looks at 16 GB take an H200 some 10 ms."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A look at the state of ``step``, until which so many ``updates`` had been announced."""
+
+    look: Look
+    whole: bool
+    witness: Witness
+    step: int
+    updates: int
+
+
 class MemorySaver:
     """Copies the state into a slot and commits it. The agent carries it on. For the thread that trains."""
 
-    def __init__(self, live: Live, slots: Slots, overlap: Overlap) -> None:
+    def __init__(self, live: Live, slots: Slots, overlap: Overlap, fence: Fence) -> None:
         self._live = live
+        self._fence = fence
+        self._witness: tuple[CopyPlan, Witness] | None = None
+        """Looks at what is copied late by that plan."""
+        self._seen: _Seen | None = None
+        """Newest look at the state."""
+        self._looks = 0
+        """Snapshots that were copied beside training."""
         self.slots = slots
         self._overlap = overlap
         self.pending: PendingSnapshot | None = None
@@ -64,16 +89,17 @@ class MemorySaver:
                 self._repair_slots()
                 slot = self._acquire(stamp, plan.layout.file_bytes, pause)
             assert slot.map is not None
-            expected = checksum_late_blocks(plan) if self._overlap == "verify" else {}
-            copying = self._live.writer.start(plan, slot.map, slot.cache, stamp.step)
-            slot.cache = copying.target
+            witness = self._witness_of(plan) if plan.late and self._overlaps(plan) else None
+            copying = self._begin(plan, slot, stamp.step, witness if self._fence.announced else None)
             self.pending = pending = PendingSnapshot(
-                *(stamp, plan, values, slot, self.slots, copying, expected),
+                *(stamp, plan, values, slot, self.slots, copying, self._overlap == "verify"),
                 counts=self._live.clock.counts,
             )
-            self.in_step = not (plan.late and self._overlaps(plan) and self._complete_behind(pending, owner))
+            self.in_step = not (copying.witness is not None and self._complete_behind(pending, owner))
             if self.in_step:
                 pending.commit()
+            if witness is not None and copying.witness is None:
+                self._seek_unannounced(stamp.step, witness)
         except (MemoryStoreError, NotReadyError):
             raise
         except BaseException as error:  # a signal handler may raise between any two instructions, Ctrl-C's for one
@@ -82,6 +108,40 @@ class MemorySaver:
                 raise MemoryStoreError(f"memory store {self.slots.job.path}: {describe_error(error)}") from error
             raise
         return plan.layout.file_bytes
+
+    def _begin(self, plan: CopyPlan, slot: Slot, step: int, witness: Witness | None) -> Copying:
+        """Begin the copy: beside training, with a ``witness``, or inside of ``step()``."""
+        assert slot.map is not None
+        whole = self._overlap == "verify"
+        if witness is not None:
+            whole |= bool(plan.devices) and (self._looks < _FIRST or self._looks % _EVERY == 0)
+            self._looks += 1
+        copying = self._live.writer.start(plan, slot.map, slot.cache, step, witness, whole=whole)
+        slot.cache = copying.target
+        if witness is not None and copying.before is not None:
+            self._seen = _Seen(copying.before, whole, witness, step, self._fence.updates)
+        return copying
+
+    def _witness_of(self, plan: CopyPlan) -> Witness | None:
+        """Returns who looks at what ``plan`` copies late; None where that is copied inside of ``step()`` anyway."""
+        if self._fence.distrusted:
+            return None
+        if self._witness is None or self._witness[0] is not plan:
+            self._witness = plan, Witness(unit for batch in plan.late for unit in batch.units)
+        return self._witness[1]
+
+    def _seek_unannounced(self, step: int, witness: Witness) -> None:
+        """Find out, at a step that no update was announced for, if the state is another than at the one before."""
+        before, now = self._seen, self._fence.updates
+        whole = before is not None and before.whole
+        look = witness.look(BEFORE, whole=whole)
+        look.read()
+        if before is not None and before.witness is witness and before.updates == now and before.look.kept:
+            changed = look.differing(before.look)
+            if changed:
+                layout = self._live.capture.prepare()[0].layout
+                self._fence.distrust(before.step, {layout.tensor_of(unit.block) for unit in changed})
+        self._seen = _Seen(look, whole, witness, step, now)
 
     def _complete_behind(self, pending: PendingSnapshot, owner: object) -> bool:
         """Have the snapshot completed while training goes on. Returns False where no thread can be started for it."""
@@ -200,12 +260,15 @@ class MemorySaver:
         pending = self.pending
         if pending is None:
             return None
-        pending.commit()
+        pending.conclude()
         if pending.error is None:
             return None
         self.pending = None
         if isinstance(pending.error, Changed):
-            self._live.capture.copy_in_step(pending.error.names)
+            if pending.error.counted:
+                self._live.capture.copy_in_step(pending.error.names)
+            else:
+                self._fence.distrust(pending.stamp.step, pending.error.names)
         if isinstance(pending.error, (Changed, MemoryStoreError)):
             pending.slot.unlock()
         elif not pending.slot.lost:

@@ -25,9 +25,11 @@ class Updates:
         """Count from now: the state is that of a complete step."""
         self._seen, self._steps = self._read_counters(), self._fence.steps
         self._told = None
+        self._fence.begin()
 
     def complete(self, n: int) -> None:
         """Count from step ``n`` too, which is complete."""
+        self._fence.end_step(n)
         self._told = n, self._fence.steps
 
     def made_since(self, n: int) -> bool:

@@ -1,0 +1,229 @@
+"""Looks at tensors that nothing may change for a while, twice: what differs was changed by something unannounced.
+
+Torch counts most writes to a tensor, but none through ``data``, by kernels that take an address, or by a replayed
+graph. A look takes a few bytes of each tensor, or with ``whole`` all of them. On a device it is queued like a copy. On
+the host the operating system takes them (``pwritev``), 0.05 microseconds a piece: it refuses memory that has gone,
+whose reading here would end the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import xxhash
+
+from rekindle.devices.backend import Backend
+from rekindle.devices.events import Event, record, wait_for_copy
+from rekindle.devices.table import device_of, is_host, require_backend
+from rekindle.errors import RekindleError
+from rekindle.save.plan import Unit
+
+__all__ = ["PLACES", "Look", "Witness"]
+
+PLACES = 3
+_PIECE = 16
+"""Bytes of a piece: an element of any type at least."""
+_LARGE = 64 << 10
+"""Bytes from which a unit is looked at in three places, its first and last bytes among them; a smaller one in one."""
+_AT_ONCE = 1024
+"""Pieces that the kernel copies in one call: IOV_MAX."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.pwritev.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_long]
+_libc.pwritev.restype = ctypes.c_ssize_t
+
+
+class Look:
+    """Bytes of some units as they were. ``read`` it before the witness looks from the same place again."""
+
+    def __init__(self, parts: Mapping[torch.device, _Seen]) -> None:
+        self._parts = parts
+
+    @property
+    def events(self) -> list[Event]:
+        """Points at which devices have looked."""
+        return [part.event for part in self._parts.values() if part.event is not None]
+
+    @property
+    def kept(self) -> bool:
+        """True if it has been read."""
+        return all(part.kept for part in self._parts.values())
+
+    def read(self) -> None:
+        """Wait until devices have looked, and keep what was seen. Raises RekindleError when one is stuck."""
+        for part in self._parts.values():
+            part.read()
+
+    def differing(self, other: Look) -> list[Unit]:
+        """Returns units of which ``other``, a look at no fewer devices, has seen something else. Waits as ``read``."""
+        return [unit for device, part in self._parts.items() for unit in part.differing(other._parts[device])]
+
+
+class _Seen:
+    """Bytes of the units of one device: so many of each, one behind the other."""
+
+    def __init__(
+        self, units: Sequence[Unit], widths: Sequence[int], data: Callable[[], bytes], event: Event | None = None
+    ) -> None:
+        self._units, self._widths, self._data, self.event = units, widths, data, event
+        self._bytes: bytes | None = None
+
+    @property
+    def kept(self) -> bool:
+        return self._bytes is not None
+
+    def read(self) -> bytes:
+        if self._bytes is None:
+            if self.event is not None:
+                wait_for_copy(self.event)
+            self._bytes = self._data()
+        return self._bytes
+
+    def differing(self, other: _Seen) -> list[Unit]:
+        mine, others = self.read(), other.read()
+        if mine == others:
+            return []
+        found, at = [], 0
+        for unit, width in zip(self._units, self._widths, strict=True):
+            if mine[at : at + width] != others[at : at + width]:
+                found.append(unit)
+            at += width
+        return found
+
+
+class Witness:
+    """Looks at ``units`` again and again. One thread at a time."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        by_device: dict[torch.device, list[Unit]] = {}
+        for unit in units:
+            by_device.setdefault(device_of(unit.source), []).append(unit)
+        self._watched: dict[torch.device, _Host | _Device] = {
+            device: _Host(found) if is_host(device) else _Device(device, found) for device, found in by_device.items()
+        }
+
+    def look(
+        self,
+        place: int,
+        *,
+        whole: bool,
+        on: Callable[[torch.device], AbstractContextManager[None]] = lambda device: nullcontext(),
+        only: Callable[[torch.device], bool] = lambda device: True,
+    ) -> Look:
+        """Look at the host's units now. Queue a look at those of devices, on the stream that ``on`` makes current.
+
+        ``only`` tells which devices, the host among them, to look at. Looks of one ``place``, of ``PLACES``, are kept
+        in the same memory. Raises RekindleError when a tensor's memory is not where it was.
+        """
+        seen = {}
+        for device, watched in self._watched.items():
+            if only(device):
+                with on(device) if isinstance(watched, _Device) else nullcontext():
+                    seen[device] = watched.look(place, whole=whole)
+        return Look(seen)
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+class _Host:
+    """Units in the host's memory."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
+        spans = [(unit, span) for unit in units for span in _spans(unit)]
+        self._pieces = (_IoVec * len(spans))(*[_IoVec(unit.address + at, nbytes) for unit, (at, nbytes) in spans])
+        self._widths = [sum(nbytes for _, nbytes in _spans(unit)) for unit in units]
+        sizes = [nbytes for _, (_, nbytes) in spans]
+        start = ctypes.addressof(self._pieces)
+        parts = [(at, sizes[at : at + _AT_ONCE]) for at in range(0, len(sizes), _AT_ONCE)]
+        self._calls = [(start + at * ctypes.sizeof(_IoVec), len(part), sum(part)) for at, part in parts]
+        """Address, number of pieces and bytes of each call."""
+        self._file = os.memfd_create("rekindle-witness")
+        self._using = threading.Lock()
+        weakref.finalize(self, os.close, self._file)
+
+    def look(self, place: int, *, whole: bool) -> _Seen:
+        if whole:
+            sums = b"".join(map(_hash, self._units))
+            return _Seen(self._units, [8] * len(self._units), lambda: sums)
+        with self._using:
+            taken = self._take()
+        return _Seen(self._units, self._widths, lambda: taken)
+
+    def _take(self) -> bytes:
+        at = 0
+        for address, count, nbytes in self._calls:
+            if _libc.pwritev(self._file, address, count, at) != nbytes:
+                raise RekindleError("a tensor's memory was freed or resized while it was being copied")
+            at += nbytes
+        return os.pread(self._file, at, 0)
+
+
+class _Device:
+    """Units in a device's memory. Looks at them go into page-locked memory, by way of the device's own."""
+
+    def __init__(self, device: torch.device, units: list[Unit]) -> None:
+        self._device, self._units = device, units
+        plain = [unit for unit in units if not (unit.source.is_conj() or unit.source.is_neg())]
+        self._sampled = plain
+        self._pieces = [piece for unit in plain for piece in _device_pieces(unit)]
+        self._widths = [sum(nbytes for _, nbytes in _spans(unit)) for unit in plain]
+        self._buffers: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        """Memory of the device and of the host for each place, by kind of look."""
+
+    def look(self, place: int, *, whole: bool) -> _Seen:
+        backend = require_backend(self._device)
+        if any(unit.moved for unit in self._units):
+            raise RekindleError("a tensor's memory was freed or resized before it was copied")
+        near, far = self._buffers_of(backend, place, whole=whole)
+        with torch.no_grad():
+            if whole:
+                backend.add_up(list(near.view(torch.int64).unbind()), [unit.part().detach() for unit in self._units])
+            elif self._pieces:
+                backend.gather(near, self._pieces)
+        backend.copy([far], [near])
+        units, widths = (self._units, [8] * len(self._units)) if whole else (self._sampled, self._widths)
+        return _Seen(units, widths, lambda: far.numpy().tobytes(), record(self._device))
+
+    def _buffers_of(self, backend: Backend, place: int, *, whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if whole not in self._buffers:  # for all places: beside a device that is stuck no memory can be made
+            nbytes = 8 * len(self._units) if whole else sum(self._widths)
+            try:
+                pairs = [(backend.allocate(self._device, nbytes), backend.pinned(nbytes)) for _ in range(PLACES)]
+                self._buffers[whole] = pairs
+            except RuntimeError as error:
+                raise RekindleError(f"{self._device} has no memory for looks: {error}") from error
+        return self._buffers[whole][place]
+
+
+def _spans(unit: Unit) -> list[tuple[int, int]]:
+    """Returns the pieces to look at: first byte, counted from the unit's, and length."""
+    if not unit.in_order:
+        return [(0, min(_PIECE, unit.source.itemsize))]
+    last = max(0, unit.nbytes - _PIECE)
+    middle = min(unit.nbytes // 2 // _PIECE * _PIECE, last)
+    starts = [0, middle, last] if unit.nbytes >= _LARGE else [middle]
+    return [(at, min(_PIECE, unit.nbytes)) for at in starts]
+
+
+def _device_pieces(unit: Unit) -> list[torch.Tensor]:
+    source = unit.source.detach()
+    if not unit.in_order:
+        return [source.as_strided((1,), (1,)).view(torch.uint8)]
+    data = unit.part().detach().view(torch.uint8)
+    return [data[at : at + nbytes] for at, nbytes in _spans(unit)]
+
+
+def _hash(unit: Unit) -> bytes:
+    if unit.moved:
+        raise RekindleError("a tensor's memory was freed or resized before it was copied")
+    part = unit.part().detach().resolve_conj().resolve_neg().contiguous()
+    return xxhash.xxh3_64_digest(memoryview((ctypes.c_char * unit.nbytes).from_address(part.data_ptr())))
