@@ -208,12 +208,13 @@ def test_the_slowest_rank_decides() -> None:
     assert [rank.every for rank in job.ranks] == [20, 20, 20]
 
 
-def test_what_the_host_stands_still_for_is_a_price_that_no_noise_hides() -> None:
-    job = Ranks(1.0, 0.2)
-    job.seen, job.share = 1.0, [0.2]
-    job.ranks[0].measured(Step(1, 1.0, None))
-    job.run(100)
-    assert job.every >= 4
+def test_what_training_stands_still_for_is_the_least_price() -> None:
+    """The step that carried it happened to be short."""
+    price = SnapshotPrice()
+    for number in range(2, 11):
+        price.add(Step(number, 1.0, None))
+    price.add(Step(11, 0.9, Load(0.2, 0.3, 1)))
+    assert price.known() == (0.2, 1.0)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -261,6 +262,12 @@ def test_a_rank_alone_tries_at_each_step_while_memory_is_made() -> None:
     job.not_ready = [30]
     assert job.run(79) == [30]
     assert job.run(1) == [80]
+
+
+def test_ranks_try_again_soon() -> None:
+    job = Ranks(0.1, 0.05, 2)
+    job.not_ready = [3, 12]
+    assert 12 <= job.run(40)[0] <= 1.5 * 12 + 3
 
 
 def test_ranks_try_again_together_and_few_snapshots_are_in_vain() -> None:
