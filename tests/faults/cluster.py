@@ -401,7 +401,7 @@ def train(cell: Cell, rank: int, attempt: int, meeting: str = "") -> None:
     dist.all_gather_object(trainer.pids, os.getpid())
     state, model = _build(trainer, rank)
     torch.manual_seed(rank)
-    every = 10**9 if cell.config in ("bare", "hsdp") else 1
+    every = 10**9 if cell.config in ("bare", "spaced", "hsdp") else 1
     options = {"memory": cell.memory, "snapshot_every": every, "persist_every": 10**9, "overlap": True}
     options |= cell.options
     trainer.ckpt = ckpt = rekindle.Checkpointer(cell.root, state, **options)
@@ -409,7 +409,7 @@ def train(cell: Cell, rank: int, attempt: int, meeting: str = "") -> None:
     trainer.say("restored", start)
     hooks = {"on_stop": trainer.in_gasp, "on_gasp": trainer.in_gasp}
     watchdog = 60.0 if cell.fault == "oom" else "fast"  # with little of a processor it takes memory for seconds
-    with ckpt.guard(watchdog=watchdog, fence=every > 1, **hooks) as guard:
+    with ckpt.guard(watchdog=watchdog, fence=cell.config in ("bare", "hsdp"), **hooks) as guard:
         assert guard.connected(30) or "memory" in cell.options, "no agent"
         dist.barrier()
         for step in range(start + 1, cell.steps + 1):

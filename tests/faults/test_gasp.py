@@ -28,6 +28,8 @@ CELLS = [("ddp", "kill", moment) for moment in MOMENTS] + [
     ("ddp", "block", "forward"),
     ("bare", "kill", "forward"),
     ("bare", "kill", "update-first"),
+    ("spaced", "kill", "update-first"),
+    ("spaced", "kill", "update-second"),
     ("bare", "kill-in-gasp", "backward"),
     ("bare", "term-all", "forward"),
     ("zero", "kill", "copying"),

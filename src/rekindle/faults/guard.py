@@ -105,7 +105,7 @@ class Guard(ContextDecorator):
             self._spares = SpareDescriptors()
             undo.callback(self._spares.give_up)
             page = self._make_page()
-            before_update = self._stand_before_update if self._fence else lambda step: None
+            before_update = self._stand_before_update if self._fence else self._note_before_update
             self._gate = Gate(
                 *(page or StatusPage(None, self._generation), self._saver.reached, inject_fault, before_update),
                 clock=self._saver.live.clock,
@@ -166,6 +166,17 @@ class Guard(ContextDecorator):
         """Let no rank begin an update before all are about to, and have put down what they were like."""
         self._saver.live.note_update(self._session.shard_id(step, persist=False))
         self._group.barrier()
+
+    def _note_before_update(self, step: int) -> None:
+        """Put down what this rank is like before the update that makes ``step``, if the step before has no snapshot.
+
+        Other ranks complete their update though this one dies in the middle of its own: only ``step`` is left then.
+        Devices complete what is queued, as their host's death comes too late for that.
+        """
+        newest = self._saver.newest
+        saved = newest is not None and newest.step >= step - 1
+        if self._group.world > 1 and not saved and not self._gate.on_devices:
+            self._saver.live.note_update(self._session.shard_id(step, persist=False))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
