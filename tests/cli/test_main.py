@@ -246,14 +246,15 @@ def test_run_is_torchrun_with_what_restarts_need(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(
         "import os, sys\n"
-        "assert os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] == '1'\n"
+        "assert ('TORCH_DISABLE_SHARE_RDZV_TCP_STORE' in os.environ) == (len(sys.argv) > 1)\n"
         "first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
         "os.write(1, f\"start {os.environ['RANK']} {os.environ['WORLD_SIZE']}\\n\".encode())\n"  # in one piece
         "sys.exit(1 if first else 0)\n"
     )
-    done = launch("--nproc-per-node", 2, script)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("start 0 2") == done.stdout.count("start 1 2") == 2
+    for options, arguments in ([], []), (["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"], ["torch's"]):
+        done = launch(*options, "--nproc-per-node", 2, script, *arguments)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("start 0 2") == done.stdout.count("start 1 2") == 2
 
 
 def test_run_ends_with_the_first_fault_and_what_is_saved(tmp_path: Path, memory: Path) -> None:

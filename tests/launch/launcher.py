@@ -27,14 +27,14 @@ _OBEDIENT = Path(__file__).with_name("obedient.py")
 class Launcher:
     """``rekindle run`` with these arguments, in ``directory``. Ends it, and looks for what it left, on leaving."""
 
-    def __init__(self, directory: Path, *arguments: object, **environment: str) -> None:
+    def __init__(self, directory: Path, *arguments: object, standalone: bool = True, **environment: str) -> None:
         memory = directory / "memory"
         memory.mkdir(exist_ok=True)
         self.job = JobDir.of(root_path(directory / "root"), memory_base(memory))
         self.lines: list[str] = []
         self._news = threading.Condition()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rekindle", "run", "--standalone", *map(str, arguments)],
+            [sys.executable, "-m", "rekindle", "run", *["--standalone"] * standalone, *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

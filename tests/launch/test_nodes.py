@@ -42,14 +42,20 @@ AT = "--rdzv-endpoint=a:29400"
 @pytest.mark.parametrize(
     ("options", "backend"),
     [
-        ([], "static"),
-        (["--standalone"], "static"),
+        ([], "alone"),
+        (["--standalone"], "alone"),
+        (["--standalone", "--rdzv-backend=c10d", AT], "alone"),
+        (["--nnodes=1:1", "--rdzv-id=mine"], "alone"),
         (["--nnodes=2", AT], "rekindle"),
         (["--nnodes=1:4", f"{AT},b:29400"], "rekindle"),
-        (["--rdzv-endpoint=localhost:29400"], "c10d"),
-        ([AT, "--node-rank=0"], "static"),
+        (["--rdzv-endpoint=localhost:29400"], "alone"),
+        (["--rdzv-endpoint=a:0"], "alone"),
+        ([AT, "--node-rank=0"], "alone"),
+        (["--node-rank=0", "--master-addr=a", "--master-port=29500"], "alone"),
+        (["--master-port=29501"], "alone"),
         ([AT, "--rdzv-backend=rekindle"], "rekindle"),
-        (["--rdzv-endpoint=localhost:0"], "c10d"),
+        (["--rdzv-backend=c10d"], "c10d"),
+        (["--rdzv-backend=static"], "static"),
         (["--nnodes=2", AT, "--node-rank=0"], "static"),
         (["--nnodes=2", AT, "--rdzv-backend=static"], "static"),
         (["--nnodes=2", AT, "--rdzv-backend=c10d"], "c10d"),
@@ -58,19 +64,26 @@ AT = "--rdzv-endpoint=a:29400"
 )
 def test_the_backend_that_is_left_open_fits_the_number_of_nodes(options: list[str], backend: str) -> None:
     args = fitted(*options)
-    assert args.rdzv_backend == backend
-    assert args.rdzv_conf == "" and isinstance(args.node_rank, int)
+    alone = backend == "alone"
+    assert args.rdzv_backend == ("rekindle" if alone else backend)
+    assert args.rdzv_conf == "" and isinstance(args.node_rank, int) and not args.standalone
+    if alone:
+        assert args.rdzv_endpoint == "" and (args.rdzv_id == "mine" or len(args.rdzv_id) == 36)
 
 
 def test_nodes_that_have_no_place_to_meet_are_a_usage_error() -> None:
     with pytest.raises(UsageError, match="--nnodes 2 needs --rdzv-endpoint HOST:PORT"):
         fitted("--nnodes=2")
 
+    with pytest.raises(UsageError, match="--standalone is a job of one node, and --nnodes is 2"):
+        fitted("--nnodes=2", "--standalone")
 
-def test_a_job_of_one_node_at_another_one_is_a_usage_error() -> None:
+
+@pytest.mark.parametrize("endpoint", ["a:29400", "a"])
+def test_a_job_of_one_node_at_another_one_is_a_usage_error(endpoint: str) -> None:
     """As a spare it would train the whole job anew, beside the first one."""
-    with pytest.raises(UsageError, match="a:29400 is another one: for a spare give --rdzv-backend rekindle"):
-        fitted(AT)
+    with pytest.raises(UsageError, match=f"{endpoint} is another one: for a spare give --rdzv-backend rekindle"):
+        fitted(f"--rdzv-endpoint={endpoint}")
 
 
 def test_a_node_rank_in_the_environment_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:

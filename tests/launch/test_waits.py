@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.launch.waits import short_delays, wait_for_ends
+from rekindle.launch.waits import wait_for_ends
 
 LONG = 150.0
 """Seconds that no wait here may take."""
@@ -70,54 +70,3 @@ def test_a_process_that_torchrun_has_waited_for_is_none_that_ends(children: list
     children[1].kill()
     children[1].wait()
     assert 0.1 <= seconds(children, 0.1) < LONG
-
-
-@pytest.mark.parametrize(("nodes", "longest"), [(1, 0.01), (2, 0.02), (1000, 1.0)])
-def test_nodes_wait_for_each_other_by_their_number(monkeypatch: pytest.MonkeyPatch, nodes: int, longest: float) -> None:
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    before, waited = dynamic_rendezvous._delay, []
-    with short_delays(nodes), monkeypatch.context() as patched:
-        patched.setattr(time, "sleep", waited.append)
-        dynamic_rendezvous._delay(seconds=1)
-        dynamic_rendezvous._delay(seconds=(0.3, 0.3))
-    assert waited == [longest, min(longest, 0.3)]
-    assert dynamic_rendezvous._delay is before
-
-
-def test_torch_is_given_the_same_name_of_a_method_as_by_itself() -> None:
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    def record() -> str:
-        return str(dynamic_rendezvous.get_method_name())
-
-    def act() -> str:
-        return record()
-
-    assert act() == "act"
-    with short_delays(1):
-        assert act() == "act"
-
-
-def test_a_node_that_waits_looks_anew_after_each_delay() -> None:
-    """torch's own takes what it has seen for a second to be the newest."""
-    from datetime import timedelta
-
-    from torch.distributed import HashStore  # type: ignore[attr-defined]
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
-    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-
-    backend = C10dRendezvousBackend(HashStore(), "job")
-    settings = torchs.RendezvousSettings("job", 2, 2, torchs.RendezvousTimeout(), timedelta(seconds=LONG), 3)
-    with short_delays(2):
-        one, other = (torchs._BackendRendezvousStateHolder(backend, settings, cache_duration=int(LONG)) for _ in "ab")
-        one.sync()
-        other.sync()
-        other.state.round = 7
-        other.mark_dirty()
-        other.sync()
-        one.sync()
-        assert one.state.round == 0
-        torchs._delay(seconds=1)
-        one.sync()
-    assert one.state.round == 7

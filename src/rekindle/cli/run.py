@@ -79,9 +79,9 @@ def run_command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     rekindle.save has put at a new path. Without progress the second restart in a row waits for 1 s, the next for 2 s,
     and so on. A script that can't be opened is an error at once.
 
-    Set where they aren't: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; TORCH_NCCL_ASYNC_ERROR_HANDLING=0 and
-    TORCH_NCCL_RETHROW_CUDA_ERRORS=0, so that torch ends no rank whose state is being secured; and, as by torchrun,
-    OMP_NUM_THREADS=1 for several ranks on a node. LOGLEVEL=INFO or WARNING shows torchrun's own log.
+    Set where they aren't: TORCH_NCCL_ASYNC_ERROR_HANDLING=0 and TORCH_NCCL_RETHROW_CUDA_ERRORS=0, so that torch ends
+    no rank whose state is being secured; with torchrun's own rendezvous TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; and, as
+    by torchrun, OMP_NUM_THREADS=1 for several ranks on a node. LOGLEVEL=INFO or WARNING shows torchrun's own log.
 
     Exit code 0 when all ranks have ended with 0, or this node was a spare to the end, 1 when no restarts are left, the
     same error came again, another node has given the job up, HOST is not reached or too few nodes come, 2 when there is

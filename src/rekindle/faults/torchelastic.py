@@ -118,11 +118,14 @@ def tell_of_uncaught_errors() -> None:
 
 
 def warn_of_reused_store(rank: int) -> None:
-    """Warn, on rank 0, where restarted workers may meet the addresses of dead ones: torchrun of torch 2.13 does so."""
+    """Warn, on rank 0, where plain torchrun may have restarted workers meet the addresses of dead ones.
+
+    ``rekindle run`` says by itself what is wrong with another rendezvous than its own.
+    """
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and FRESH_STORE not in os.environ
-    if rank == 0 and shared:
+    if rank == 0 and shared and LAUNCH not in os.environ:
         log.warning(
             "torchrun reuses its store after a restart, and restarted ranks may fail to find each other: launch with "
-            "'rekindle run', or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; with several nodes use --rdzv-backend c10d "
-            "rather than --master-addr and --master-port"
+            "'rekindle run', or give --rdzv-backend rekindle, on several nodes with --rdzv-endpoint HOST:PORT in place "
+            "of --master-addr and --master-port"
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rekindle.launch.provide import seconds_to_end
 from rekindle.launch.rendezvous.entry import BACKEND
+from rekindle.launch.rendezvous.handler import Rendezvous
 from rekindle.launch.restarts import Decision
 from rekindle.launch.waits import wait_for_ends
 
@@ -119,11 +120,11 @@ def deciding(
             self._look_every, spec.monitor_interval = spec.monitor_interval, 0.0  # waited for below, not slept
             super().__init__(spec, *args, **options)
             self._restarted = self._has_failed = False
-            if spec.rdzv_handler.get_backend() == BACKEND:
-                spec.rdzv_handler.say = say  # type: ignore[attr-defined]
+            handler: object = spec.rdzv_handler
+            if isinstance(handler, Rendezvous):
+                handler.say = say
                 if workers is not None and isinstance(spec.entrypoint, str):
-                    command = [spec.entrypoint, *map(str, spec.args)]
-                    spec.rdzv_handler.prepare = partial(workers.expect, command)  # type: ignore[attr-defined]
+                    handler.prepare = partial(workers.expect, [spec.entrypoint, *map(str, spec.args)])
 
         def run(self, *args: Any, **options: Any) -> RunResult:
             """Returns the result of the ranks. Raises RendezvousGracefulExitError for a spare node that had none.

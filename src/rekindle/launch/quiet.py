@@ -21,6 +21,7 @@ _QUIET = (
     "The node '",
     "Error waiting on exit barrier",
     "\n****",
+    "master_addr is only used",
 )
 """Beginnings of torchrun's messages at each failure and start, in place of which Rekindle writes its own."""
 _LOGGERS = (

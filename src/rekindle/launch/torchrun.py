@@ -46,7 +46,6 @@ from rekindle.launch.reports import (
 )
 from rekindle.launch.restarts import MAX_RESTARTS, Decision, Failure, Limits, Restarts
 from rekindle.launch.saved_files import describe_saved_files, files_saved_since
-from rekindle.launch.waits import short_delays
 from rekindle.storage.catalog import MEMORY
 from rekindle.storage.listing import ListedCopy, list_copies_within
 
@@ -64,6 +63,12 @@ _NOBODY_ENDS_A_HANG = (
     f"{nccl.SETTINGS[0]}=0 is set, so that NCCL ends no rank before ckpt.guard() has secured its state: outside of "
     f"guard() nobody ends a job that hangs in a collective. For a script without guard() set {nccl.SETTINGS[0]}=3, "
     "which is torch's own value"
+)
+
+
+_STATIC_SHARES = (
+    "torchrun's static rendezvous has one store for all starts, in which restarted ranks may meet the addresses of "
+    "dead ones: give --rdzv-endpoint HOST:PORT in place of --master-addr, --master-port, --node-rank and --rdzv-backend"
 )
 
 
@@ -143,8 +148,6 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     torchrun refuses, and the error that ended a rank if each further start would meet it (``Restarts``).
     """
     _open_standard_streams()
-    # Without this, restarted ranks find the addresses of dead ones in torchrun's store.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     switched_off = nccl.set_defaults(os.environ)
     os.environ.setdefault("PET_MAX_RESTARTS", str(MAX_RESTARTS))  # torchrun's own default is not to restart at all
     # Imported here, as the other commands need no torch.
@@ -163,6 +166,11 @@ def launch(arguments: list[str], usage: Callable[[], str], say: Callable[[str], 
     _check(args)
     nodes = parse_min_max_nnodes(args.nnodes)[1]
     fit_settings(args, nodes)
+    if args.rdzv_backend != entry.BACKEND:
+        # Without this, restarted ranks find the addresses of dead ones in the store of --rdzv-backend c10d.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if args.rdzv_backend == "static":
+        say(_STATIC_SHARES)
     # Some programs leave it ignored for those that they start: the kernel then keeps no exit code of a rank, and each
     # would seem to have ended well.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -205,7 +213,6 @@ def _train(args: Any, nodes: int, place: Path, say: Callable[[str], object], sig
     quiet_loggers()
     try:
         with (
-            short_delays(nodes),
             keep_compile_cache(args.compile_cache, place, say) as mend,
             _warm_workers(args, place, say) as workers,
             deciding(partial(course.decide, mend), workers, say, miss, course.begin, course.follow, signals),

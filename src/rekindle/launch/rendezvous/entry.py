@@ -23,6 +23,11 @@ def register() -> None:
 
 
 def _create(params: Any) -> Any:
+    """Makes the handler. A job of one node without an endpoint is at no place where another one could come to it."""
+    if params.max_nodes == 1 and not params.endpoint:
+        from rekindle.launch.rendezvous.alone import Alone  # noqa: PLC0415
+
+        return Alone(params)
     from rekindle.launch.rendezvous.handler import Rendezvous  # noqa: PLC0415
 
     return Rendezvous(params)
