@@ -97,7 +97,7 @@ class Checkpointer:
         True copies what only the optimizers in ``state`` change while training goes on; an update waits for what is
         left. False copies all inside of ``step()``, which returns with the snapshot committed. "auto" is False where no
         rank's snapshot is over 16 MiB or on a device; ``metrics.committed_in_step`` tells.
-        "verify" is True, and names by checksums what anything else changes meanwhile: slow, for a first try.
+        "verify" is True, and compares every byte to name what anything else changes meanwhile: for a first try.
     rng
         Save the random generators of Python, NumPy, torch and its devices too.
     allow_pickle
@@ -321,7 +321,8 @@ class Checkpointer:
         """Wrap updates that torch's step hooks don't announce: optimizers of other kinds, replayed CUDA graphs.
 
         Waits until the newest snapshot has what the update will change. From its first use on, what such an optimizer
-        owns is copied behind the training's back too, so every update must then be wrapped.
+        owns is copied behind the training's back too, so every update must then be wrapped. A step whose update nobody
+        has announced is copied inside of ``step()``. An optimizer's step that is compiled as one graph goes here too.
 
         Ranks need not call it alike, except inside of ``guard(fence=True)`` where no optimizer in ``state`` announces
         its updates by torch's hooks: there it waits for all ranks.

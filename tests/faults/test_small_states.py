@@ -81,8 +81,8 @@ def test_a_state_that_outgrows_the_limit_is_told_of_once(
 ) -> None:
     values = rekindle.Values(table=torch.zeros(8))
     model = torch.nn.Linear(SMALL, SMALL)
-    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "values": values}
-    ckpt = rekindle.Checkpointer(root, state, persist_every=10**6)
+    optimizer = torch.optim.SGD(model.parameters())
+    ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer, "values": values}, persist_every=10**6)
     ckpt.restore()
     ckpt.step(1)
     assert ckpt.metrics.committed_in_step
@@ -91,6 +91,7 @@ def test_a_state_that_outgrows_the_limit_is_told_of_once(
     assert not ckpt.metrics.committed_in_step and ckpt.metrics.left_out == 1
     for step in (3, 4):
         assert ckpt._saver.memory is not None and ckpt._saver.memory.slots.wait_made(60.0)
+        optimizer.step()
         ckpt.step(step)
         assert not ckpt.metrics.committed_in_step
     assert caplog.text.count("no longer small") == 1 and "from step 3 on" in caplog.text

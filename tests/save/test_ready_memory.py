@@ -329,6 +329,7 @@ def test_waiting_for_the_copy_before_is_counted(root: Path, memory: Path, monkey
     monkeypatch.setattr(Copying, "finish", slow)
     job = Job(root, overlap=True)
     wait_for_memory(job.ckpt)
+    job.optimizer.step()
     job.ckpt.step(1)
     metrics = job.ckpt.metrics
     assert metrics.settle_seconds == 0.0
