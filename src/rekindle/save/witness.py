@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -146,7 +147,7 @@ class _Host:
         parts = [(at, sizes[at : at + _AT_ONCE]) for at in range(0, len(sizes), _AT_ONCE)]
         self._calls = [(start + at * ctypes.sizeof(_IoVec), len(part), sum(part)) for at, part in parts]
         """Address, number of pieces and bytes of each call."""
-        self._file = os.memfd_create("rekindle-witness")
+        self._file = _unnamed_file()
         self._using = threading.Lock()
         weakref.finalize(self, os.close, self._file)
 
@@ -165,6 +166,14 @@ class _Host:
                 raise RekindleError("a tensor's memory was freed or resized while it was being copied")
             at += nbytes
         return os.pread(self._file, at, 0)
+
+
+def _unnamed_file() -> int:
+    """Returns the descriptor of a file without a name: in memory, where the system has such files."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("rekindle-witness")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 class _Device:
