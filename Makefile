@@ -57,6 +57,7 @@ help:
 	@echo 'make mindspore   the same with MindSpore, 2.8 GB'
 	@echo 'make ui   run the tests of the page in Chromium; SHOTS=docs/img keeps the pictures'
 	@echo 'make frameworks-latest   the tests of all adapters with the newest releases; make transformers-latest those of one'
+	@echo 'make torch-matrix   the faults of docs/versions.md with each release of torch; ARGS="2.8.0" for one'
 	@echo 'make check   check style, types and import rules'
 	@echo 'make bench   measure saving and loading, side by side with others; ARGS="--smoke" checks in two minutes'
 	@echo 'make clean   remove the virtual environment and all caches'
@@ -111,6 +112,10 @@ $(LATEST:%=%-latest): %-latest: .venv-%-latest/ready
 	@.venv-$@/bin/python -c '$(VERSIONS)' $(PACKAGES_$@)
 	@env "REKINDLE_TEST_$$(echo $* | tr a-z A-Z)=$(CURDIR)/.venv-$@" .venv-$@/bin/python $(TESTS) -m '' $(TESTS_$*) $(ARGS)
 
+# An environment for each release of torch, made and removed one after the other. pip's own settings decide which build it is.
+torch-matrix: .venv/ready
+	@$(BIN)/python -u -m tests.torch_matrix $(ARGS)
+
 check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -124,4 +129,4 @@ clean:
 	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo drill soak test test-all $(OWN) lightning frameworks-latest $(LATEST:%=%-latest) ui check bench clean
+.PHONY: help demo drill soak test test-all $(OWN) lightning frameworks-latest $(LATEST:%=%-latest) torch-matrix ui check bench clean

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
+import sys
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from rekindle.errors import CorruptError, RekindleError
 from rekindle.integrations.dcp.checkpoint import DcpCheckpoint, find
 from rekindle.integrations.dcp.fill import Read, fill
 from rekindle.integrations.dcp.names import is_place, name_of, place_of, step_of
-from rekindle.integrations.dcp.session import note_loaded, saves_to
+from rekindle.integrations.dcp.session import note_loaded, rank_of, saves_to
 from rekindle.memory.job_dir import JobDir, memory_base
 
 __all__ = ["RekindleReader"]
@@ -76,7 +77,7 @@ class RekindleReader(StorageReader):
         """Raises the error that ``read_metadata`` has met."""
         if isinstance(metadata, _Unreadable):
             raise metadata.error
-        self._rank = kwargs.get("rank", 0)
+        self._rank = rank_of(kwargs, sys._getframe(1))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Notes which checkpoint this rank has found."""

@@ -11,7 +11,10 @@ import mmap
 import os
 import secrets
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -37,7 +40,7 @@ from rekindle.session.root_check import warn_of_capability
 from rekindle.session.session import Session
 from rekindle.storage.commit import Committer
 
-__all__ = ["DcpSession", "WriterSettings", "note_loaded", "saves_to", "session_of"]
+__all__ = ["DcpSession", "WriterSettings", "note_loaded", "rank_of", "saves_to", "session_of"]
 
 log = logging.getLogger("rekindle")
 
@@ -102,6 +105,16 @@ def note_loaded(root: Root, key: CheckpointKey, *, named: bool) -> None:
     if not saves_to(root):  # later ones are only looked at, as by an evaluation
         loaded = _loaded.setdefault(root, {})
         loaded[key] = named or loaded.get(key, False)
+
+
+def rank_of(options: Mapping[str, Any], caller: FrameType) -> int:
+    """Returns the rank in the process group of this save or load, which is 0 for a process alone.
+
+    DCP tells it since torch 2.9. Before, only its own function knows it, from which it calls.
+    """
+    if "rank" in options:
+        return int(options["rank"])
+    return int(getattr(caller.f_locals.get("distW"), "rank", 0))
 
 
 def _process_group() -> object:

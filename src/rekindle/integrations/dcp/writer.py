@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
+import sys
 from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -21,7 +22,7 @@ from rekindle.format.names import root_path
 from rekindle.integrations.dcp.items import plan_shard
 from rekindle.integrations.dcp.messages import Message
 from rekindle.integrations.dcp.names import is_place, name_of, place_of, step_of
-from rekindle.integrations.dcp.session import WriterSettings, session_of
+from rekindle.integrations.dcp.session import WriterSettings, rank_of, session_of
 from rekindle.integrations.dcp.stager import RekindleStager
 from rekindle.settings import Settings
 
@@ -93,7 +94,7 @@ class RekindleWriter(StorageWriter, AsyncStager):
         if not kwargs.get("use_collectives", True):
             raise UsageError("use_collectives=False: Rekindle saves one plan of all ranks; leave it out")
         step = None if wanted is None else step_of(wanted, self._session.root)
-        self._request = self._session.request(kwargs.get("rank", 0), step, is_coordinator)
+        self._request = self._session.request(rank_of(kwargs, sys._getframe(1)), step, is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Sends the request along."""
