@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -229,22 +230,21 @@ def test_what_is_written_between_the_copy_and_the_update_is_found_by_verify(
 
 def test_an_optimizer_on_a_stream_of_its_own_is_waited_for(device: FakeBackend, root: Path, memory: Path) -> None:
     """Training itself waits for it before the next forward pass, which comes after ckpt.step()."""
-    device.slowness = 0.01
     training = Training(device, layers=4)
     side = device.new_stream(DEVICE)
     run = Run(root, memory, training)
-
-    def update() -> None:
-        main = device.current_stream(DEVICE)
-        main.wait_event(side.record_event())
+    for n in range(1, 5):
         training.forward()
-        side.wait_event(main.record_event())
+        side.wait_event(device.default.record_event())
         with device.on(side):
+            hold = device.stick()
             training.optimizer.step()
-
-    training.update = update  # type: ignore[method-assign]
-    run.train(9)
-    assert run.right == list(range(1, 9)) and run.ckpt.metrics.failed == 0
+        run.step()
+        time.sleep(0.2)  # a copy that doesn't wait ends meanwhile
+        hold.set()
+        run.look()
+        device.default.wait_event(side.record_event())
+        assert run.right == list(range(1, n + 1)) and run.ckpt.metrics.failed == 0
     run.ckpt.close()
 
 
@@ -308,12 +308,16 @@ def test_a_graph_captured_in_a_guarded_part_ends_the_trust_in_hooks(
     device: FakeBackend, root: Path, memory: Path
 ) -> None:
     """The step before its first replay was announced, by the update that was not captured."""
-    job = Job(device, root, memory)
+    training = Unannounced(device, layers=2, idle=True)
+    job = Job(device, root, memory, training)
     with job.guarded() as guard:
-        job.step()
-        device.settle()
+        training.update()
+        job.end()
         with device.capturing_graph():
-            job.training.optimizer.step()
+            training.optimizer.step()
         device.settle()
+        training.hold = hold = threading.Event()
+        training.replay()
         job.fault(guard).join(_LONG)
         assert job.in_memory() == []
+        hold.set()
