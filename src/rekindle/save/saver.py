@@ -13,7 +13,6 @@ from rekindle.common.os_errors import describe_error
 from rekindle.common.timeouts import with_timeout
 from rekindle.errors import BusyError, MemoryStoreError, NotDurableError, UsageError
 from rekindle.format.lineage import ShardId
-from rekindle.memory.pages import AT_ONCE
 from rekindle.memory.slots import NotReadyError
 from rekindle.save.capture import Capture
 from rekindle.save.fence import Fence
@@ -89,7 +88,7 @@ class Saver:
 
         None from the next update on, after which the state is no longer that step's.
         """
-        self._gaps = Gaps()
+        self.gaps = Gaps()
         self._reopened = False
         """True if memory was made again since it failed last."""
         self._metrics, self._strict = metrics, settings.strict
@@ -104,12 +103,6 @@ class Saver:
         fence.call_before_updates(self.wait_before_update)
 
     # -- saving -------------------------------------------------------------------------------------------------
-
-    def reserve(self, nbytes: int) -> None:
-        """Have memory made for a job that has no snapshot yet, and say how long it takes."""
-        self.session.reserve(nbytes)
-        if self.session.slots is not None and self.session.slots.rank == 0 and nbytes > AT_ONCE:
-            self._gaps.expect_first(nbytes)
 
     def save(self, stamp: ShardId, *, wait: bool = False) -> None:
         """Save the state as that of ``stamp``. Call ``conclude`` first.
@@ -197,7 +190,7 @@ class Saver:
             )
         self._tries.fail()
         self._reopened = False
-        self._gaps.break_off()
+        self.gaps.break_off()
 
     def _check_retried(self) -> None:
         """Go back to memory for good if the first save retried into it is complete."""
@@ -209,14 +202,14 @@ class Saver:
 
     def _leave_out(self, stamp: ShardId, error: NotReadyError) -> None:
         """Leave the step unsaved because memory is being made."""
-        self._gaps.leave_out(stamp.step, error)
+        self.gaps.leave_out(stamp.step, error)
         self._metrics.left_out += 1
         self._metrics.committed_in_step = False
         self._skip(stamp)
 
     def _end_left_out(self, stamp: ShardId) -> None:
         """Note that memory has taken ``stamp``, and let go of what was kept of the step left out before it."""
-        if self._gaps.end(stamp.step):
+        if self.gaps.end(stamp.step):
             self._skipped = None
             if not isinstance(self._gate, Gate):
                 self.live.end_guard()
@@ -422,7 +415,7 @@ class Saver:
         self.reached = n
         newest = self._newest_in_memory()
         if self.memory is not None:
-            self._gaps.note_in_memory(newest)
+            self.gaps.note_in_memory(newest)
             self.memory.make_third(self.session.incarnation.id)
         self._gate.stable(n, newest)
         self._metrics.stepped(n)

@@ -10,6 +10,7 @@ from functools import partial
 from rekindle.errors import MemoryStoreError
 from rekindle.memory.costs import cost_page
 from rekindle.memory.job import JobInfo
+from rekindle.memory.pages import AT_ONCE
 from rekindle.peers.local_states import take_kept_local_state
 from rekindle.save.agree import agree_on_overlap
 from rekindle.save.cadence import cadence_of
@@ -66,7 +67,9 @@ def start_saver(
     _tell(session, schedule)
     saver = Saver(capture, fence, session, settings, schedule, metrics, overlap=overlap, in_step=in_step)
     if not meeting.found:
-        saver.reserve(meeting.nbytes)  # else after the restore, which needs the cores itself
+        session.reserve(meeting.nbytes)  # else after the restore, which needs the cores itself
+        if session.slots is not None and session.rank == 0 and meeting.nbytes > AT_ONCE:
+            saver.gaps.expect_first(meeting.nbytes)
     return saver
 
 
