@@ -211,4 +211,4 @@ def test_hooks_and_workflow_run_what_make_check_runs() -> None:
     frameworks = re.findall(r"^PACKAGES_(\w+)", makefile, re.MULTILINE)
     jobs = yaml.safe_load((REPO / ".github/workflows/ci.yml").read_text())["jobs"].values()
     runs = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
-    assert runs == ["make check test", f"make {' '.join(frameworks)}"]
+    assert [run for run in runs if "torch-matrix" not in run] == ["make check test", f"make {' '.join(frameworks)}"]
