@@ -168,7 +168,7 @@ def cold_restarts(place: Place) -> str:
 
 def gasp(place: Place) -> str:
     """No snapshot is taken: only the survivor can have secured the step."""
-    done = place.train("gasp", "ddp", {20: [1]}, options={"snapshot_every": 10**6})
+    done = place.train("gasp", "ddp", {20: [1]}, "--no-warm", options={"snapshot_every": 10**6})
     done.check(1, 1)
     restored = [each["restored"] for each in done.traces("start")]
     assert sorted(restored) == [0, 0, 19, 19], f"restored {restored}: {done.end}"
@@ -178,7 +178,7 @@ def gasp(place: Place) -> str:
 
 
 def all_killed(place: Place) -> str:
-    done = place.train("all-killed", "ddp", {20: [0, 1]})
+    done = place.train("all-killed", "ddp", {20: [0, 1]}, "--no-warm")
     done.check(2, 1)
     starts = [(each["restored"], each["place"]) for each in done.traces("start")][1::2]
     assert starts == [(19, "memory")] * 2, f"restored {starts}"
@@ -187,7 +187,7 @@ def all_killed(place: Place) -> str:
 
 
 def fsdp2(place: Place) -> str:
-    done = place.train("fsdp2", "fsdp2", {10: [1], 20: [0, 1]})
+    done = place.train("fsdp2", "fsdp2", {10: [1], 20: [0, 1]}, "--no-warm")
     done.check(3, 2)
     done.equals(place.unbroken("fsdp2"))
     return "as unbroken"
@@ -203,7 +203,7 @@ def compiled(place: Place) -> str:
 def dcp(place: Place) -> str:
     """Saves by both writers, dies, reads by both readers; and DCP's own reads what is exported."""
     directory = place.folder("dcp")
-    done = place.launch("dcp", "--nproc-per-node=2", _PROGRAMS / "dcp.py", directory)
+    done = place.launch("dcp", "--no-warm", "--nproc-per-node=2", _PROGRAMS / "dcp.py", directory)
     done.check(2, 1)
     for command in (
         ["-m", "rekindle", "export", "root", "exported", "--format", "dcp"],

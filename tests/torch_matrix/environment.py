@@ -48,6 +48,7 @@ class Environment(NamedTuple):
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "REKINDLE_"))}
         path = os.pathsep.join([str(self.python.parent), kept.get("PATH", "")])
         own = {"PYTHONPATH": str(_SRC), "REKINDLE_MEMORY": str(memory), "OMP_NUM_THREADS": "1", "PATH": path}
+        own |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # else it starts processes that import all of torch
         return {**kept, **own, "CUDA_VISIBLE_DEVICES": "", "LOGLEVEL": "ERROR", "PYTHONDONTWRITEBYTECODE": ""}
 
 
