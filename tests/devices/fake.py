@@ -119,6 +119,10 @@ class Capture:
         self.thread, self.broken = thread, False
 
 
+_FEW = 4 << 10
+"""Bytes of looks and of counters, which take a device no time."""
+
+
 class FakeBackend(Backend):
     """One device. ``seed`` and ``slowness`` (seconds at most) decide on the delay before each piece of work."""
 
@@ -131,7 +135,7 @@ class FakeBackend(Backend):
         self.registered: dict[int, int] = {}
         """Bytes of page-locked memory by address."""
         self.copying = 0.0
-        """Seconds that a copy takes, besides."""
+        """Seconds that a copy takes, besides, but for those of a few bytes."""
         self.tells_times = True
         """False for a device without events that tell times."""
         self.node: int | None = None
@@ -334,7 +338,7 @@ class FakeBackend(Backend):
                 stream.synchronize()
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor, key: tuple[int, int]) -> None:
-        if self.copying:
+        if self.copying and source.nbytes > _FEW:
             time.sleep(self.copying)
         with torch.no_grad():
             to.data.copy_(source.data)

@@ -73,7 +73,9 @@ class Run:
     def __init__(self, root: Path, memory: Path, training: Training, **options: Any) -> None:
         self.training, self.values = training, rekindle.Values(count=0)
         state = {**training.state, "values": self.values}
-        self.ckpt = rekindle.Checkpointer(root, state, persist_every=10**9, **{"overlap": True, **options})
+        self.ckpt = rekindle.Checkpointer(
+            root, state, persist_every=10**9, **{"snapshot_every": 1, "overlap": True, **options}
+        )
         self.job = JobDir.of(root, memory_base(memory))
         self.ckpt.restore()
         wait_for_memory(self.ckpt)

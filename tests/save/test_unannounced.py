@@ -32,7 +32,9 @@ class Run:
         self.model = torch.nn.ParameterList(torch.zeros(1 << 18) for _ in range(8))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, maximize=True)
         state = {"model": self.model, "optimizer": self.optimizer}
-        self.ckpt = rekindle.Checkpointer(root, state, persist_every=10**9, **{"overlap": True, **options})
+        self.ckpt = rekindle.Checkpointer(
+            root, state, persist_every=10**9, **{"snapshot_every": 1, "overlap": True, **options}
+        )
         self.job = JobDir.of(root, memory_base(memory))
         self.ckpt.restore()
         wait_for_memory(self.ckpt)
@@ -184,7 +186,9 @@ def compiled_run(root: Path) -> tuple[rekindle.Checkpointer, Simple]:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer = Simple(model.parameters(), {"lr": 1.0})
-    ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer}, persist_every=10**9, overlap=True)
+    ckpt = rekindle.Checkpointer(
+        root, {"model": model, "optimizer": optimizer}, snapshot_every=1, persist_every=10**9, overlap=True
+    )
     ckpt.restore()
     return ckpt, optimizer
 
