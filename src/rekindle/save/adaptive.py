@@ -73,7 +73,7 @@ class Adaptive:
         self._newest = 0
         """The step that was due last."""
         self._due_at = 1.0
-        self._ask_at = 2
+        self._ask_at = _ASK_EVERY if small else 2
         self._answer: Callable[[], float] | None = None
         self._listen_at = 0
         self._lacking = False
@@ -147,7 +147,7 @@ class Adaptive:
         if self._answer is None or (self._steps < self._listen_at and not self._alone):
             return
         answer, self._answer = self._answer(), None
-        settled = min(_ASK_EVERY, self._steps // _SETTLES)
+        settled = _ASK_EVERY if answer == 0.0 else min(_ASK_EVERY, self._steps // _SETTLES)
         self._ask_at = self._steps + max(1, settled)
         if math.isnan(answer):
             self._part()
