@@ -23,8 +23,12 @@ from rich.table import Table
 
 import rekindle
 from rekindle.agent.process import Process
+from rekindle.memory.paths import JobPaths
 from rekindle.memory.status import StatusPage
+from rekindle.memory.thirds import Thirds
 from rekindle.save.gate import Gate
+from rekindle.save.plan import Unit
+from rekindle.save.witness import Witness
 
 _SHM = "/dev/shm"
 _GB = 10**9
@@ -99,6 +103,38 @@ def _small_snapshots(place: Path) -> Iterator[tuple[str, str]]:
         yield f"snapshot of 10 MB in 180 tensors, {how}", text
 
 
+def _looks(place: Path) -> Iterator[tuple[str, str]]:
+    """Looks at many tensors for what changed unannounced, beside the ``step()`` that has two of them."""
+    parameters = torch.nn.ParameterList(torch.randn(32_768) for _ in range(256))
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, foreach=True)
+    state = {"parameters": parameters, "optimizer": optimizer}
+    ckpt = rekindle.Checkpointer(place / "looks", state, memory=place, snapshot_every=1, persist_every=10**9)
+    calls = []
+    for step in range(1, 41):
+        optimizer.step()
+        began = time.perf_counter()
+        ckpt.step(step)
+        calls.append(time.perf_counter() - began)
+        time.sleep(0.2)
+    ckpt.close()
+    tensors = [tensor for kept in optimizer.state.values() for tensor in kept.values() if tensor.numel() > 1]
+    tensors += parameters
+    witness = Witness(Unit(tensor, tensor.data_ptr(), 0, tensor.nbytes, 0, tensor) for tensor in tensors)
+    look = _each(lambda: witness.look(0, whole=False).read(), 100)
+    text = f"{look * 1e6:.0f} us, step() {statistics.median(calls) * 1e6:,.0f} us"
+    yield f"look at {len(tensors)} tensors on the host", text
+
+
+def _third_slots(place: Path) -> Iterator[tuple[str, str]]:
+    """What a step of a large state reads while it has two slots."""
+    (place / "thirds").mkdir()
+    thirds = Thirds(JobPaths(place / "thirds"))
+    thirds.ask()
+    yield "check whether a drain wants a third slot", f"{_each(thirds.are_asked, 1000) * 1e6:.1f} us"
+
+
 def _deaths(gigabytes: float) -> Iterator[tuple[str, str]]:
     """SIGKILL of a process with so much memory, until its pidfd and its ``stat`` tell."""
     found: dict[str, list[float]] = {"pidfd": [], "stat": []}
@@ -158,7 +194,8 @@ def main(gigabytes: float) -> None:
     table = Table("what", "cost")
     with tempfile.TemporaryDirectory(dir=_SHM, prefix="rekindle-costs-") as name:
         place = Path(name)
-        for rows in (_deaths(gigabytes), _pages(place), _small_state(place), _small_snapshots(place), _copies()):
+        by_place = (_pages, _small_state, _small_snapshots, _looks, _third_slots)
+        for rows in (_deaths(gigabytes), *(rows(place) for rows in by_place), _copies()):
             for row in rows:
                 table.add_row(*row)
     Console().print(table)

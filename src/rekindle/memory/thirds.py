@@ -49,7 +49,7 @@ class Thirds:
 
 
 def _now() -> int:
-    """Returns milliseconds on this host's clock, which begins anew with each boot."""
+    """Returns milliseconds on this host's clock, which starts over with each boot."""
     return int(time.monotonic() * 1e3)
 
 

@@ -53,18 +53,18 @@ class Adaptive:
         is_small: Callable[[], bool],
         *,
         small: bool,
-        tells: bool = True,
+        reports: bool = True,
     ) -> None:
-        """``agree`` as in ``rekindle.save.cadence``. ``is_small`` tells it of this rank, ``small`` of all at the start.
+        """``agree`` as in ``rekindle.save.cadence``. ``is_small`` is asked about this rank, ``small`` is of all at the start.
 
-        ``tells``: True on the rank whose log tells of changes.
+        ``reports``: True on the rank that logs changes.
         """
         self.every = 1 if small else int(_UNKNOWN)
         """Steps between snapshots, as it is now."""
         self.number = 0
         """Snapshots that were due so far, on all ranks the same."""
         self._budget, self._alone, self._agree = budget, world == 1, agree
-        self._price, self._is_small, self._tells = price, is_small, tells
+        self._price, self._is_small, self._reports = price, is_small, reports
         self._each = small
         """True while the snapshots of all ranks are small."""
         self._settled = small
@@ -82,15 +82,15 @@ class Adaptive:
         """The first step that was due of those that some rank has missed since the newest that none has."""
         self._apart = False
         """True once the ranks can't agree any more."""
-        self._told, self._tell_at = self.every, 0
+        self._logged_every, self._log_at = self.every, 0
 
-    def tell_start(self) -> None:
+    def log_start(self) -> None:
         """Log how often there will be snapshots, and what that means, unless each step has one."""
-        if self._tells and not self._each:
+        if self._reports and not self._each:
             log.info(
                 "snapshots as often as slows training by at most %.2g %% (snapshot_every='auto', snapshot_budget): the "
-                "first one after the first step, the next one once its price is made up for; the log tells the "
-                "interval. A step between two of them is secured by guard() if ranks fail, and others have all of its "
+                "first one after the first step, the next one once its cost is paid off; the log reports "
+                "the interval. A step between two of them is secured by guard() if ranks fail, and others have all of its "
                 "state; if all ranks die at once, the job goes back to the newest snapshot",
                 100 * self._budget,
             )
@@ -160,7 +160,7 @@ class Adaptive:
     def _part(self) -> None:
         """From now on choose without the others."""
         self._apart = True
-        if self._tells:
+        if self._reports:
             log.warning(
                 "the ranks can't agree any more on what a snapshot costs: each takes one at the multiples of a power "
                 "of two, by its own measure"
@@ -190,16 +190,16 @@ class Adaptive:
         if every > self.every or every <= sticky * self.every:
             self.every = every
             self._due_at = self._newest + every
-        self._tell()
+        self._log_change()
 
-    def _tell(self) -> None:
+    def _log_change(self) -> None:
         """Log the interval once it has doubled or halved, at most once for each doubling of the steps so far."""
         known = self._price.known()
-        ratio = self.every / self._told
-        if not self._tells or known is None or self._steps < self._tell_at or 0.5 < ratio < 2:
+        ratio = self.every / self._logged_every
+        if not self._reports or known is None or self._steps < self._log_at or 0.5 < ratio < 2:
             return
         price, bare = known
-        self._told, self._tell_at = self.every, 2 * self._steps
+        self._logged_every, self._log_at = self.every, 2 * self._steps
         log.info("%s", _describe(self.every, price, bare, self._budget))
 
 

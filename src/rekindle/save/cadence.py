@@ -66,7 +66,7 @@ def cadence_of(
         SnapshotPrice(),
         lambda: capture.fits_in_step,
         small=small,
-        tells=group.rank == 0,
+        reports=group.rank == 0,
     )
 
 

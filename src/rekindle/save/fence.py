@@ -138,7 +138,7 @@ class Fence:
         self._ended, self._announced = (-1, self.steps), False
 
     def end_step(self, n: int) -> None:
-        """Note that step ``n`` is complete. It may be told again, as by ``save()``."""
+        """Note that step ``n`` is complete. May be called again for the same step, as by ``save()``."""
         if self._ended != (n, self.steps):
             self._announced = self._ended[1] != self.steps
             self._ended = n, self.steps

@@ -1,4 +1,4 @@
-"""Tells of steps that have no snapshot because memory is being made: at a job's beginning, and as its state grows."""
+"""Reports steps that have no snapshot because memory is being made: at a job's beginning, and as its state grows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACE = 2e9
 
 
 class Gaps:
-    """Counts steps that are left out in a row. The log tells of the 1st, 2nd, 4th and so on of such gaps.
+    """Counts steps that are left out in a row. The log reports the 1st, 2nd, 4th and so on of such gaps.
 
     A state that keeps growing may make one after the other.
     """
@@ -27,7 +27,7 @@ class Gaps:
         """Time at which memory for the job's first snapshot was begun; None once there is one."""
 
     @property
-    def _is_told(self) -> bool:
+    def _is_reported(self) -> bool:
         return self._count & (self._count - 1) == 0
 
     def expect_first(self, nbytes: int) -> None:
@@ -39,9 +39,9 @@ class Gaps:
         )
 
     def leave_out(self, step: int, why: Exception) -> None:
-        """Count a step that has no snapshot, and tell of the first in a row."""
+        """Count a step that has no snapshot, and report the first in a row."""
         self._count += not self.left_out
-        if not self.left_out and self._is_told:
+        if not self.left_out and self._is_reported:
             log.info(
                 "step %d has no snapshot, nor have those after it until memory is ready, which slows no step() down: "
                 "%s",
@@ -50,7 +50,7 @@ class Gaps:
         self.left_out += 1
 
     def note_in_memory(self, step: int) -> None:
-        """Tell of the job's first snapshot. ``step`` is the newest in memory; -1 while there is none."""
+        """Report the job's first snapshot. ``step`` is the newest in memory; -1 while there is none."""
         if step >= 0 and self._unprotected_since is not None:
             log.info("protected from step %d on, after %.1f s", step, time.monotonic() - self._unprotected_since)
             self._unprotected_since = None
@@ -59,7 +59,7 @@ class Gaps:
         """Note that memory takes ``step``. Returns True if that ends a gap."""
         if not self.left_out:
             return False
-        if self._is_told:
+        if self._is_reported:
             log.info("memory is ready: step %d has a snapshot, the %d before it have none", step, self.left_out)
         self.left_out = 0
         return True

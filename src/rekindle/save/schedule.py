@@ -139,7 +139,7 @@ class Schedule:
     def tell_how_often(self) -> None:
         """Log how often snapshots are taken, where their price decides."""
         if isinstance(self._cadence, Adaptive):
-            self._cadence.tell_start()
+            self._cadence.log_start()
 
     def tell_cost_of_a_node(self) -> None:
         """Log the training that the loss of a node would lose. Silent where storage gets all that it can take."""
