@@ -124,18 +124,25 @@ def local_tensor(leaf: Leaf) -> torch.Tensor:
 
 def is_dtensor(value: object) -> TypeGuard[Any]:
     """True if the value is a DTensor. Does not import torch's module of it."""
-    module = sys.modules.get(
-        "torch.distributed.tensor"
-    )  # without it no tensor can be one, and importing it takes a second
+    module = _dtensor_module()
     return module is not None and isinstance(value, module.DTensor)
 
 
 def replicate_like(whole: torch.Tensor, like: Any) -> torch.Tensor:
     """Returns a DTensor that is ``whole`` on each rank of the mesh of another DTensor, ``like``."""
-    module = sys.modules["torch.distributed.tensor"]
+    module: Any = _dtensor_module()
     placements = [module.Replicate()] * like.device_mesh.ndim
     made: torch.Tensor = module.DTensor.from_local(whole, like.device_mesh, placements, run_check=False)
     return made
+
+
+def _dtensor_module() -> Any:
+    """Returns torch's module of DTensors; None before it is imported, when no tensor can be one.
+
+    Importing it takes a second. In torch 2.4 it has the second name, and the first one is a package without DTensors.
+    """
+    found = map(sys.modules.get, ("torch.distributed.tensor", "torch.distributed._tensor"))
+    return next((module for module in found if hasattr(module, "DTensor")), None)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
