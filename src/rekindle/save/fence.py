@@ -70,8 +70,8 @@ class Fence:
         """
         disable: Any = torch.compiler.disable
         with suppress(TypeError):  # torch before 2.8 takes no reason
+            disable(_nothing, reason=_FULLGRAPH)
             disable = partial(disable, reason=_FULLGRAPH)
-            disable(_nothing)
         called = disable(hook)
 
         def compiled(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
