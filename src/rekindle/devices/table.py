@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from operator import attrgetter
 from typing import Generic, TypeVar
 
@@ -86,7 +87,9 @@ def all_backends() -> list[Backend]:
 def _common() -> str:
     """Returns the type of this process's accelerator, if torch drives it by its common interface; else ""."""
     accelerator = getattr(torch, "accelerator", None)  # torch 2.6
-    found = accelerator.current_accelerator() if accelerator is not None else None
+    found = None
+    with suppress(RuntimeError):  # what torch 2.6 raises where there is none
+        found = accelerator.current_accelerator() if accelerator is not None else None
     return found.type if found is not None else ""
 
 
