@@ -182,15 +182,33 @@ def _dtensor_parts(tensor: Any, local: torch.Tensor, path: str) -> LocalParts:
         for placement, at in zip(tensor.placements, coordinate, strict=True)
     )
     ranks = mesh.mesh[alike].flatten().tolist()
-    chunks = tensor.__create_chunk_list__()
-    if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
+    box = _box_of(tensor, coordinate)
+    if box is None or box.sizes != tuple(local.shape):
         raise UnsupportedValueError(f"{path}: its part on this rank is not one box, {tensor.placements}")
-    box = Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
     pieces = [(box, local.detach())] if box.volume else []
     mesh_ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
     return LocalParts(
         shape, dtype_name(local), pieces, tensor, tuple(sorted(ranks)), True, mesh_ranks, (_tie_key(local), box)
     )
+
+
+def _box_of(tensor: Any, coordinate: Sequence[int]) -> Box | None:
+    """Returns the box of a DTensor that this rank holds; None if it is not one box."""
+    if hasattr(tensor, "__create_chunk_list__"):
+        chunks = tensor.__create_chunk_list__()
+        return Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes)) if len(chunks) == 1 else None
+    # torch 2.4. It doesn't say in which order a dimension was cut that two mesh dimensions share.
+    offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
+    cut = [placement.dim % tensor.ndim for placement in tensor.placements if placement.is_shard()]
+    if len(set(cut)) < len(cut):
+        return None
+    for number, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            dim = placement.dim % tensor.ndim
+            each = -(-sizes[dim] // tensor.device_mesh.size(number))
+            offsets[dim] = min(each * coordinate[number], sizes[dim])
+            sizes[dim] = min(each, sizes[dim] - offsets[dim])
+    return Box(tuple(offsets), tuple(sizes))
 
 
 def _tie_key(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -25,14 +25,18 @@ WITHIN = 120.0
 
 
 def shard(model: torch.nn.Sequential) -> None:
-    """Shards by FSDP2, which has moved twice."""
+    """Shards by FSDP2, which has moved twice. Where torch's own needs a GPU, by tensor parallel: DTensors, too."""
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     try:
         from torch.distributed.fsdp import fully_shard
     except ImportError:  # before torch 2.6
         from torch.distributed._composable.fsdp import fully_shard
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if TASK["kind"] == "tensor parallel":
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        return
     for part in (model[0], model[2], model):
         fully_shard(part, mesh=mesh)
 
@@ -42,7 +46,7 @@ def build(kind: str) -> tuple:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 16))
     called = model
-    if kind == "fsdp2":
+    if kind in ("fsdp2", "tensor parallel"):
         shard(model)
     elif kind == "ddp":
         called = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)  # buckets stay alike
@@ -78,6 +82,7 @@ def kill_here(step: int, rank: int) -> None:
     if len(TASK["kills"][str(step)]) > 1:
         dist.barrier()  # all of them, at once
     mark.touch()
+    time.sleep(TASK["lingers"])  # the others come to this step, too, and wait for this rank
     os.kill(os.getpid(), signal.SIGKILL)
 
 
