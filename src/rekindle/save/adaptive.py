@@ -55,7 +55,8 @@ class Adaptive:
         small: bool,
         reports: bool = True,
     ) -> None:
-        """``agree`` as in ``rekindle.save.cadence``. ``is_small`` is asked about this rank, ``small`` is of all at the start.
+        """``agree`` as in ``rekindle.save.cadence``. ``is_small`` is asked about this rank, ``small`` is of all
+        at the start.
 
         ``reports``: True on the rank that logs changes.
         """
@@ -90,8 +91,8 @@ class Adaptive:
             log.info(
                 "snapshots as often as slows training by at most %.2g %% (snapshot_every='auto', snapshot_budget): the "
                 "first one after the first step, the next one once its cost is paid off; the log reports "
-                "the interval. A step between two of them is secured by guard() if ranks fail, and others have all of its "
-                "state; if all ranks die at once, the job goes back to the newest snapshot",
+                "the interval. A step between two of them is secured by guard() if ranks fail, and others have all of "
+                "its state; if all ranks die at once, the job goes back to the newest snapshot",
                 100 * self._budget,
             )
 
