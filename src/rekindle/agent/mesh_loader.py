@@ -22,7 +22,7 @@ __all__ = ["Mark", "mark_of", "serve_mesh"]
 
 log = logging.getLogger("rekindle.agent")
 
-_TICK = 0.05
+_TICK = 0.1
 """Seconds between two looks at ``job.json``: trainers that wait for an address are held up that long."""
 
 _AGAIN = 1.0

@@ -395,6 +395,8 @@ class Slots:
 
     def complete_checkpoints(self) -> list[CheckpointKey]:
         """Returns the checkpoints of which every rank of this node has a snapshot, oldest first."""
+        if set(self.local_ranks) == {self.rank}:  # which knows its own without a look at the files, 0.4 ms
+            return sorted(slot.stamp.checkpoint for slot in self.slots if slot.stamp is not None)
         ranks: dict[CheckpointKey, set[int]] = {}
         there = set()
         for stamp, path in self.job.snapshots.shard_ids(self._known):
