@@ -435,6 +435,7 @@ def test_updates_on_the_cpu_are_right(places: Any) -> None:
     assert [figure.met for figure in found.figures] == [True]
 
 
+@pytest.mark.campaign(seconds=30)
 @pytest.mark.timeout(420)
 def test_a_users_job_on_the_cpu_is_measured(places: Any) -> None:
     options = {**TINY, "steps": 10, "every": 2, "rounds": 1, "ways": ["Rekindle, all defaults", "torch.save"]}
@@ -444,6 +445,7 @@ def test_a_users_job_on_the_cpu_is_measured(places: Any) -> None:
     assert [f.what.partition(":")[0] for f in ratios] == ["Rekindle, all defaults", "torch.save"]
 
 
+@pytest.mark.campaign(seconds=30)
 @pytest.mark.timeout(420)
 def test_a_users_job_on_the_cpu_is_killed_and_comes_back(places: Any) -> None:
     found = on_cpu(places, "user-recovery", **TINY, every=2, kills=1, ways=["rekindle run"])
