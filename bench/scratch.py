@@ -97,6 +97,11 @@ class Scratch:
             path.unlink(missing_ok=True)
         shutil.rmtree(Path("/tmp/ckpt_sock") / self._id, ignore_errors=True)
 
+    def agents(self) -> list[int]:
+        """Process ids of the agents of all jobs."""
+        found = [JobDir(job).agent() for base in self.memory.glob("*/rekindle-*") for job in base.iterdir()]
+        return [pid for pid in found if pid is not None]
+
     def stop_agents(self) -> None:
         """End the agents of all jobs, and give their memory back."""
         for base in self.memory.glob("*/rekindle-*"):
