@@ -30,8 +30,8 @@ from task import Task
 _HERE = Path(__file__).resolve().parent
 _SOON, _FLOORS = 3.0, 2.0
 """Bound in which each slot is ready: so many seconds, and so many times the floor of the bytes made until then."""
-_LOST, _WITHIN = 1.5, 60.0
-"""Bound of the training time that is lost in the first seconds, in floors of all bytes made, and those seconds."""
+_LOST = 1.5
+"""Bound of the training time that is lost while memory is made, in floors of all bytes made."""
 _SLOTS = 3
 
 Run = dict[str, Any]
@@ -122,15 +122,25 @@ def _judge(run: dict[str, Run], floor: float) -> Run:
     first = next(step for step, before in _with_before(saved["steps"]) if step["left_out"] == before)
     due = _SOON + _FLOORS * floor
     late = sum(step["left_out"] - before for step, before in _with_before(saved["steps"]) if step["ended"] > due)
-    pairs = list(zip(made["steps"], alone["steps"], strict=True))
-    count = sum(sum(one["seconds"] for _, one in pairs[: at + 1]) <= _WITHIN for at in range(len(pairs)))
+    begun = 1 + sum(step["ended"] < made["ready"][_SLOTS - 1] for step in made["steps"])
+    if begun > len(made["steps"]) // 2:
+        raise click.ClickException("memory was made for too many of the steps: there is nothing to compare them with")
     return {
         "ready": saved["ready"][:_SLOTS],
         "first": first["ended"],
         "left_out": saved["steps"][-1]["left_out"],
         "late": late,
-        "lost": sum(with_it["seconds"] - without["seconds"] for with_it, without in pairs[: max(1, count)]),
+        "lost": _longer(made["steps"], begun) - _longer(alone["steps"], begun),
     }
+
+
+def _longer(steps: list[Run], count: int) -> float:
+    """Seconds by which the first ``count`` steps are longer than as many of the others.
+
+    A machine's speed changes from job to job by more than what is to be seen.
+    """
+    others = statistics.median(step["seconds"] for step in steps[count:])
+    return sum(step["seconds"] - others for step in steps[:count])
 
 
 def _with_before(steps: list[Run]) -> Iterator[tuple[Run, int]]:
@@ -145,7 +155,7 @@ def _tabulate(rows: list[Run], floor: float) -> Table:
         ("third slot ready, s", [row["ready"][2] for row in rows], _SOON + 3 * _FLOORS * floor),
         ("first snapshot at the end of a step, s", [row["first"] for row in rows], None),
         ("steps left out", [row["left_out"] for row in rows], None),
-        ("training time lost in the first 60 s, s", [row["lost"] for row in rows], _LOST * _SLOTS * floor),
+        ("training time lost meanwhile, s", [row["lost"] for row in rows], _LOST * _SLOTS * floor),
     ]
     columns = ["", "median", "least", "most", "bound"]
     made = [
