@@ -225,7 +225,7 @@ def test_how_far_ranks_were_that_were_told_to_go_is_not_said_of_the_next_start(t
     assert monitor.account().reached == -1
 
 
-@pytest.mark.parametrize(("ago", "pause"), [(1.0, 0.02), (100.0, 0.1)])
+@pytest.mark.parametrize(("ago", "pause"), [(1.0, 0.01), (100.0, 0.1)])
 def test_a_process_that_lives_on_after_a_fault_costs_little(tmp_path: Path, ago: float, pause: float) -> None:
     """As that of a notebook does, whose cell has raised: its lock is looked at less often after a while."""
     monitor = RankMonitor(JobDir(tmp_path), lambda urgent: None)

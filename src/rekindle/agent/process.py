@@ -53,6 +53,11 @@ class Process:
         with suppress(OSError, AttributeError):  # not in every Python, nor in kernels before Linux 5.3
             self._pidfd = os.pidfd_open(pid)
 
+    @property
+    def descriptor(self) -> int:
+        """A file that can be read from once the process has ended; -1 where there is none."""
+        return self._pidfd
+
     def look(self) -> ProcessState:
         """Returns its state now."""
         try:

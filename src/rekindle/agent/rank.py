@@ -9,8 +9,10 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from rekindle.agent.beat import Page
@@ -61,6 +63,7 @@ class WatchedRank:
     """Time at which it was first seen to have ended."""
     heard_out: bool = False
     """True once its connection is closed and all that it sent has been read."""
+    _unwatch: Callable[[], object] = lambda: None
 
     @staticmethod
     def register(job: JobDir, hello: dict[str, Any], writer: asyncio.StreamWriter) -> WatchedRank:
@@ -77,6 +80,19 @@ class WatchedRank:
         seen, ooms = page.read(), OomKills(pid, time.monotonic())
         process = Process(pid)  # last, as it opens a file that an error above would leak
         return WatchedRank(index, since, joined, floor, deadline, stacks, process, page, seen, writer, ooms)
+
+    def watch_end(self, seen: Callable[[], object]) -> None:
+        """Has ``seen`` called in the event loop, once, when the kernel reports the end: 60 ms late for each GB."""
+        loop, descriptor = asyncio.get_running_loop(), self.process.descriptor
+        if descriptor < 0:
+            return
+        self._unwatch = partial(loop.remove_reader, descriptor)
+
+        def ended() -> None:
+            self._unwatch()
+            seen()
+
+        loop.add_reader(descriptor, ended)
 
     def status(self) -> Status:
         """Reads its status page. A damaged one counts as a pause, until the rank has written it again."""
@@ -104,6 +120,7 @@ class WatchedRank:
         """Gives up what is open of it, and ends what it has started and was found at a hang."""
         if not self.over:
             self.over = True
+            self._unwatch()
             self.process.close()
             self.writer.close()
             for child in self.descendants:
