@@ -225,6 +225,17 @@ def test_how_far_ranks_were_that_were_told_to_go_is_not_said_of_the_next_start(t
     assert monitor.account().reached == -1
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system reports no ends")
+def test_an_end_that_the_kernel_reports_is_seen_before_the_next_check(
+    tmp_path: Path, ranks: Callable[[JobDir], list[Rank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rekindle.agent.monitor._TICK", 100.0)
+    monkeypatch.setattr("rekindle.agent.monitor._IDLE", 0.1)
+    began = time.monotonic()
+    fault = first_cause(tmp_path, ranks, lambda one, two: one.kill())
+    assert fault.what == "rank 0 was killed by SIGKILL" and time.monotonic() - began < 60
+
+
 @pytest.mark.parametrize(("ago", "pause"), [(1.0, 0.01), (100.0, 0.1)])
 def test_a_process_that_lives_on_after_a_fault_costs_little(tmp_path: Path, ago: float, pause: float) -> None:
     """As that of a notebook does, whose cell has raised: its lock is looked at less often after a while."""
