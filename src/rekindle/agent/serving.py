@@ -26,8 +26,6 @@ log = logging.getLogger("rekindle.agent")
 
 IDLE = 0.5
 """Seconds between two checks while there is no trainer and nothing to drain."""
-_SHARE = 0.01
-"""Share of a core that rounds which find nothing may take: else they would slow down the training beside them."""
 _HANGS_AFTER, _CHECK_EVERY = 10.0, 1.0
 """Seconds without an answer after which storage is reported to hang, and an agent that was told to end gives up the
 drain in hand; then the seconds between two checks of that."""
@@ -48,7 +46,7 @@ class Service(ABC):
     """The agent of one directory on this node. All that its successor would need is in files."""
 
     pause = TICK
-    """Least seconds between two rounds of work that found nothing to do."""
+    """Seconds between two rounds of work that found nothing to do."""
 
     def __init__(self, job: JobDir, lock: Lock, drainer: Drains) -> None:
         self.job = job
@@ -70,12 +68,10 @@ class Service(ABC):
     def _work(self) -> bool:
         """Does a round of work. True if it did something, so that another round may follow at once."""
 
-    def _round(self) -> tuple[bool, bool, float]:
-        """Returns if a round of work did something, if the agent is to end now, and the processor's time for that."""
-        began = time.thread_time()
+    def _round(self) -> tuple[bool, bool]:
+        """Returns if a round of work did something, and if the agent is to end now."""
         busy = self._work()
-        done = not busy and self._done()
-        return busy, done, time.thread_time() - began
+        return busy, not busy and self._done()
 
     @abstractmethod
     def _done(self) -> bool:
@@ -148,10 +144,10 @@ class Service(ABC):
         log.info("agent %d serves %s", os.getpid(), self.job.path)
         try:
             while not self.quitting and self.lock.held():  # without the lock the job has another agent, or none
-                busy, done, cost = await loop.run_in_executor(self._behind, self._round)
+                busy, done = await loop.run_in_executor(self._behind, self._round)
                 if done:
                     return
-                await asyncio.sleep(0 if busy else max(self.pause, min(IDLE, cost / _SHARE)))
+                await asyncio.sleep(0 if busy else self.pause)
         finally:
             for task in tasks:
                 task.cancel()
