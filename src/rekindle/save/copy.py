@@ -128,10 +128,6 @@ class _BatchQueue:
             raise self._error
 
 
-_ALONE = 4
-"""Batches that one thread copies as fast as several: waking another one takes as long as a part of them."""
-
-
 def _nothing(batch: Batch) -> None:
     return None
 
@@ -389,7 +385,7 @@ class ShardWriter:
 
     def all_hands(self, queue: _BatchQueue) -> None:
         """Work off the queue with all threads, the caller's included. Raises what went wrong."""
-        for _ in range(min(self._helpers, queue.open - _ALONE)):
+        for _ in range(min(self._helpers, queue.open - 1)):
             with suppress(RuntimeError):  # the process ends: this thread does all
                 self._threads.submit(partial(self._entered, queue.help))
         queue.help()
