@@ -47,7 +47,7 @@ class Ranks:
     def _rank(self, rank: int, small: bool) -> Adaptive:
         is_small = lambda: self.small[rank]  # noqa: E731
         world = len(self.small)
-        return Adaptive(BUDGET, world, self._agree(rank), SnapshotPrice(), is_small, small=small, tells=rank == 0)
+        return Adaptive(BUDGET, world, self._agree(rank), SnapshotPrice(), is_small, small=small, reports=rank == 0)
 
     def _agree(self, rank: int) -> Callable[[float], Callable[[], float]]:
         def ask(number: float) -> Callable[[], float]:
