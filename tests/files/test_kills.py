@@ -162,7 +162,7 @@ import sys, time
 import rekindle
 from rekindle.session import agent_keeper
 agent_keeper._START_WITHIN = 0.1
-agent_keeper.delays = lambda within: iter([0.1, 0.1, 0.1, 100.0])
+agent_keeper.delays = lambda within: iter([0.1, 0.1, 0.0, 100.0])  # once it carries anything, it carries on
 sys.executable = "/bin/false"
 rekindle.save(b"one", sys.argv[1])
 time.sleep(100)
