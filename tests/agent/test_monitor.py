@@ -241,7 +241,7 @@ def test_an_end_that_the_kernel_reports_is_seen_before_the_next_check(
     tmp_path: Path, ranks: Callable[[JobDir], list[Rank]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check_no_more() -> None:  # once the check has come that is on its way
-        monkeypatch.setattr("rekindle.agent.monitor._TICK", 1000.0)
+        monkeypatch.setattr("rekindle.agent.monitor._TICK", 1e9)
 
     fault = first_cause(tmp_path, ranks, lambda one, two: one.kill(), check_no_more)
     assert fault.what == "rank 0 was killed by SIGKILL"

@@ -98,15 +98,21 @@ class Backlog:
         return self._done is None or copy.checkpoint > self._done
 
     def _due(self, info: JobInfo) -> bool:
-        """True if storage may get any snapshot unasked: the last drain began long enough ago, and no other node drains.
+        """True if storage may get any snapshot unasked, and no other node drains."""
+        return not info.host and time.monotonic() >= self.due_at(info)
 
-        That is noted in a file, so a restart of the agent changes nothing. A clock that was set back, as by a new boot
-        where memory outlives it, costs one drain too many.
+    def due_at(self, info: JobInfo) -> float:
+        """Returns when the last drain is long enough ago for the next one that nobody asks for; infinite for never.
+
+        That drain is noted in a file, so a restart of the agent changes nothing. A clock that was set back, as by a new
+        boot where memory outlives it, costs one drain too many.
         """
-        if info.persist_seconds is None or info.host:
-            return False
+        if info.persist_seconds is None:
+            return math.inf
         began, seconds = self._job.notes.last_drain() or (-math.inf, 0.0)
-        return not seconds <= time.monotonic() - began < drain_interval(pause_of(self._job, info), seconds)
+        if time.monotonic() - began < seconds:
+            return -math.inf
+        return began + drain_interval(pause_of(self._job, info), seconds)
 
     def _is_node_safe(self, copy: StoredCopy) -> bool:
         """True for the newest step that needs no node which is lost, unless storage was seen to have it."""

@@ -142,6 +142,17 @@ class Drainer:
                 self._compile_caches.tick()
         return done
 
+    def next_due(self) -> float | None:
+        """Returns the time, by the monotonic clock, from which the newest snapshot is drained though nobody asks.
+
+        None while each moment counts: other nodes drain too, or a drain has begun to wait. Raises OSError and
+        FormatError when the job's description can't be read.
+        """
+        info = self.job.read_job()
+        if info is None or info.host or self._hurries or self._unfinished.keys() or self._thirds.awaited:
+            return None
+        return self._backlog.due_at(info)
+
     def finish(self, deadline: float = math.inf) -> bool:
         """Carries all records and, for a bounded time, compile caches: the memory is about to be given back.
 

@@ -18,7 +18,6 @@ from contextlib import suppress
 from typing import Any
 
 from rekindle.agent.mesh import VERBS, Mesh
-from rekindle.agent.mesh_loader import Mark, mark_of
 from rekindle.agent.monitor import RankMonitor
 from rekindle.agent.others import Others
 from rekindle.common.os_errors import describe_error
@@ -27,6 +26,7 @@ from rekindle.format.fields import check_integer, loads
 from rekindle.format.receipt import read_file, write_atomic
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
+from rekindle.memory.mark import Mark, mark_of
 from rekindle.memory.nodes import Nodes
 from rekindle.peers.local_state_sender import LocalStateSender
 from rekindle.peers.local_states import local_state_handlers

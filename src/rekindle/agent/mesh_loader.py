@@ -8,17 +8,17 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-import os
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from rekindle.agent.monitor import RankMonitor
+from rekindle.agent.ticks import next_tick
 from rekindle.errors import FormatError
 from rekindle.memory.job_dir import JobDir
+from rekindle.memory.mark import mark_of
 
-__all__ = ["Mark", "mark_of", "serve_mesh"]
+__all__ = ["serve_mesh"]
 
 log = logging.getLogger("rekindle.agent")
 
@@ -27,9 +27,6 @@ _TICK = 0.1
 
 _AGAIN = 1.0
 """Seconds after which what could not be loaded is tried again."""
-
-Mark = tuple[int, int] | None
-"""Inode and time of a file, which is replaced when its contents change; None without a file."""
 
 
 async def serve_mesh(
@@ -43,7 +40,7 @@ async def serve_mesh(
             if found != mark and _has_host(job):
                 break
             mark = found  # a job on one node does no more than this, for as long as it trains
-        await asyncio.sleep(_TICK)
+        await next_tick(_TICK)
     module: Any = None
     warned = False
     while module is None:
@@ -55,15 +52,6 @@ async def serve_mesh(
             warned = True
             await asyncio.sleep(_AGAIN)
     await module.MeshKeeper(job, monitor, durable, stop).serve()
-
-
-def mark_of(path: Path) -> Mark:
-    """Returns the identity of a file's contents; None without a file."""
-    try:
-        info = os.stat(path)
-    except OSError:
-        return None
-    return info.st_ino, info.st_mtime_ns
 
 
 def _has_host(job: JobDir) -> bool:

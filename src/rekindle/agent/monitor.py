@@ -25,6 +25,7 @@ from rekindle.agent.others import Others
 from rekindle.agent.process import children, describe_end
 from rekindle.agent.rank import WatchedRank, likeliest_first
 from rekindle.agent.report import write_report
+from rekindle.agent.ticks import next_tick
 from rekindle.agent.unwatched import find_unwatched_deaths
 from rekindle.format.fields import loads
 from rekindle.format.receipt import write_atomic
@@ -115,7 +116,7 @@ class RankMonitor:
         self._checked_at = time.monotonic()
         try:
             while True:
-                await asyncio.sleep(self._pause())
+                await next_tick(self._pause())
                 try:
                     self._check_ranks()
                 except Exception:

@@ -22,6 +22,7 @@ from rekindle.agent.file_service import FilesAgent
 from rekindle.agent.mesh_loader import serve_mesh
 from rekindle.agent.monitor import RankMonitor
 from rekindle.agent.others import Others
+from rekindle.agent.quiet import Quiet
 from rekindle.agent.serving import IDLE, Service
 from rekindle.common.os_errors import explain
 from rekindle.errors import FormatError, RekindleError
@@ -56,6 +57,7 @@ class Agent(Service):
         super().__init__(job, lock, Drainer(job, self._write_status, lambda: self.monitor.others.lost_ranks()))
         self.monitor = RankMonitor(job, self._urgent)
         self._alone_since = time.monotonic()
+        self._quiet = Quiet(job, lambda: (len(self.monitor.ranks), self.monitor.fault))
         self._idle = False
         """True once the last trainer has ended and the dead ranks' snapshots have been rebuilt."""
         self._elsewhere: tuple[Others, Elsewhere] | None = None
@@ -115,7 +117,11 @@ class Agent(Service):
     def _send_to(self, rank: int, message: dict[str, Any]) -> bool:
         return self.monitor.send_to(rank, message)
 
+    def _rests(self) -> bool:
+        return self._quiet.lasts
+
     def _work(self) -> bool:
+        self._quiet.begin_round()
         alone = not self.job.trainers()
         if alone and (not self._idle or self._others_may_secure()):
             try:
@@ -134,6 +140,11 @@ class Agent(Service):
             self._told = True
         busy = self.drainer.tick()
         self._write_status()
+        if not (alone or busy):
+            with contextlib.suppress(OSError, FormatError):  # the drain reports it
+                due_at = self.drainer.next_due()
+                if due_at is not None:
+                    self._quiet.rest(due_at)
         return busy
 
     def _look_elsewhere(self) -> Elsewhere:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from rekindle.agent.drain import TICK
 from rekindle.agent.listener import answer_requests, listen
+from rekindle.agent.ticks import next_tick
 from rekindle.common.priority import lower_priority
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.lock import Lock
@@ -68,6 +69,10 @@ class Service(ABC):
     def _work(self) -> bool:
         """Does a round of work. True if it did something, so that another round may follow at once."""
 
+    def _rests(self) -> bool:
+        """Returns True if a round of work would find nothing to do now. Asked often: it takes little time."""
+        return False
+
     def _round(self) -> tuple[bool, bool]:
         """Returns if a round of work did something, and if the agent is to end now."""
         busy = self._work()
@@ -109,7 +114,7 @@ class Service(ABC):
     async def _keep_writing_status(self) -> None:
         """Writes the status even while the drain hangs. Trainers take the file's time as the agent's sign of life."""
         while True:
-            await asyncio.sleep(_CHECK_EVERY)
+            await next_tick(_CHECK_EVERY)
             self._write_status()
             with contextlib.suppress(OSError):
                 os.utime(self.job.paths.agent_status)
@@ -144,6 +149,9 @@ class Service(ABC):
         log.info("agent %d serves %s", os.getpid(), self.job.path)
         try:
             while not self.quitting and self.lock.held():  # without the lock the job has another agent, or none
+                if self._rests():
+                    await next_tick(self.pause)
+                    continue
                 busy, done = await loop.run_in_executor(self._behind, self._round)
                 if done:
                     return

@@ -28,6 +28,11 @@ class ThirdSlots:
         self._since: float | None = None
         """When they were asked for; None while nothing waits."""
 
+    @property
+    def awaited(self) -> bool:
+        """True while a drain waits for them."""
+        return self._since is not None
+
     def ready(self, info: JobInfo) -> bool:
         """Returns True if a drain may begin: nobody lacks a slot, makes one, or has the time for it left."""
         if not self._are_coming(info):
