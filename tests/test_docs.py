@@ -57,9 +57,9 @@ def run_blocks(code: list[str], where: Path, memory: Path) -> None:
         "docs/files.md",
         "docs/torch_nebula.md",
         pytest.param("docs/mindio_ttp.md", marks=pytest.mark.campaign(seconds=8)),
-        "docs/data.md",
+        pytest.param("docs/data.md", marks=pytest.mark.campaign(seconds=20)),
         "docs/advice.md",
-        "docs/adapting.md",
+        pytest.param("docs/adapting.md", marks=pytest.mark.campaign(seconds=15)),
     ],
 )
 def test_python_blocks_run_in_order(page: str, tmp_path: Path, memory: Path) -> None:

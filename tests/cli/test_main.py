@@ -257,8 +257,11 @@ def test_run_is_torchrun_with_what_restarts_need(tmp_path: Path) -> None:
         assert done.stdout.count("start 0 2") == done.stdout.count("start 1 2") == 2
 
 
-def test_run_ends_with_the_first_fault_and_what_is_saved(tmp_path: Path, memory: Path) -> None:
+def test_run_ends_with_the_first_fault_and_what_is_saved(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 raises at each start, rank 0 ends because of it: rank 1 is named, and that nothing is saved."""
+    monkeypatch.delenv("OMP_NUM_THREADS")  # torchrun says that it sets it
     root, script = tmp_path / "run", tmp_path / "worker.py"
     script.write_text(
         "import os, sys, torch, rekindle, torch.distributed as dist\n"

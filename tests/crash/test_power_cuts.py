@@ -75,7 +75,7 @@ def test_every_sequence_of_two_operations(explorer: Explorer) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("every", [18, pytest.param(1, marks=pytest.mark.campaign(seconds=60))])
+@pytest.mark.parametrize("every", [36, pytest.param(1, marks=pytest.mark.campaign(seconds=60))])
 def test_a_process_that_is_killed_before_the_power_goes(every: int, explorer: Explorer, place: Path) -> None:
     """Each history takes as long as ten without a kill: a change looks at some, a campaign at all of the command's."""
     plain = work("quick", {})

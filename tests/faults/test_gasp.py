@@ -53,7 +53,7 @@ CAUSES = {
 MORE = {("ddp", "kill", "backward"), ("ddp", "kill", "update-first"), ("ddp", "kill", "before-step")}
 MORE |= {("bare", "kill", "forward"), ("ddp", "exception", "update-second"), ("ddp", "kill-two", "copying")}
 MORE |= {("ddp", "kill", "forward"), ("bare", "kill-in-gasp", "backward"), ("bare", "stop", "before-step")}
-MORE |= {("bare", "kill", "update-first"), ("zero", "kill", "copying")}
+MORE |= {("bare", "kill", "update-first"), ("zero", "kill", "copying"), ("hsdp", "kill", "update-second")}
 """Cells that show little beside the others."""
 
 

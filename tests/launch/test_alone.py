@@ -37,7 +37,9 @@ ckpt.close()
 """
 
 
-@pytest.mark.parametrize(("options", "setting"), [(("--no-warm",), "0"), ((), "")])
+@pytest.mark.parametrize(
+    ("options", "setting"), [(("--no-warm",), "0"), pytest.param((), "", marks=pytest.mark.campaign(25))]
+)
 def test_ranks_that_are_started_again_find_a_new_store(tmp_path: Path, options: tuple[str, ...], setting: str) -> None:
     """Whatever torch does with its own setting: rank 1 is killed in each start, as soon as it has made a step."""
     script = tmp_path / "train.py"

@@ -219,6 +219,7 @@ def test_a_signal_that_comes_while_ranks_are_started_leaves_none_behind(tmp_path
     assert pids and not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.campaign(seconds=15)
 def test_a_torch_that_names_its_handler_otherwise_is_ended_all_the_same(script: Path, memory: Path) -> None:
     script.write_text("import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(300)\n")
     later = (
@@ -258,6 +259,7 @@ def test_a_second_signal_ends_the_launcher_at_once(script: Path, memory: Path) -
     assert told.splitlines()[-1] == "rekindle: ended by SIGINT", "and no traceback of the launcher's"
 
 
+@pytest.mark.campaign(seconds=12)
 def test_signals_that_go_on_coming_leave_the_launchers_end_as_it_is(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     command = [*COMMAND, "--no-python", "sh", "-c", f"touch {begun}; exec sleep 300"]

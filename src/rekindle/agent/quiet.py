@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
+from rekindle.memory.asking import Asking
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.mark import Mark, mark_of
 
@@ -18,13 +19,13 @@ _LONGEST = 0.5
 class Quiet:
     """Knows of one job whether anything has happened that a round of work could be for. For one thread at a time.
 
-    A round reads locks, receipts and the job's description, in another thread: 1.7 ms of a core while training keeps all
-    of them busy. A look at the signs takes 0.1 ms. The end of a rank without a guard is seen by the next round.
+    A round reads locks, receipts and the job's description, in another thread: 1.7 ms of a core while training keeps
+    all of them busy. A look at the signs takes 0.1 ms. The end of a rank without a guard is seen by the next round.
     """
 
     def __init__(self, job: JobDir, faults: Callable[[], object]) -> None:
         """``faults`` returns what changes when a guarded rank begins, ends or fails."""
-        self._job, self._faults = job, faults
+        self._job, self._asking, self._faults = job, Asking(job.paths), faults
         self._round_at = self._until = -math.inf
         self._signs: object = None
         self._snapshots: list[Mark] | None = None
@@ -49,7 +50,7 @@ class Quiet:
         return self._snapshots is None or self._read_snapshots() == self._snapshots
 
     def _read_signs(self) -> object:
-        return mark_of(self._job.paths.asked), mark_of(self._job.paths.job), self._faults()
+        return self._asking.mark(), mark_of(self._job.paths.job), self._faults()
 
     def _read_snapshots(self) -> list[Mark]:
         return [mark_of(directory) for directory in self._job.snapshots.step_dirs()]

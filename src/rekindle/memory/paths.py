@@ -85,11 +85,6 @@ class JobPaths:
         return self.directory / "job.json"
 
     @property
-    def asked(self) -> Path:
-        """Replaced when a rank asks for a snapshot to be carried to storage."""
-        return self.directory / "asked"
-
-    @property
     def nodes(self) -> Path:
         """Record of the nodes of the newest start on several nodes."""
         return self.directory / "nodes.json"

@@ -22,9 +22,9 @@ from rekindle.errors import FormatError, MemoryStoreError, RekindleError
 from rekindle.format.lineage import CheckpointKey, Incarnation, ShardId
 from rekindle.format.names import receipt_name, shard_name, step_dir
 from rekindle.format.receipt import read_stamp
+from rekindle.memory.asking import Asking
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.maker import SlotMaker
-from rekindle.memory.notes import write_note
 from rekindle.memory.pages import AT_ONCE, PageLock, Pages
 from rekindle.memory.paths import matching
 from rekindle.memory.rank_room import RankRoom
@@ -92,7 +92,7 @@ class Slots:
 
     def __post_init__(self) -> None:
         self._maker = SlotMaker(self.page_lock, self.numa_node)
-        self._thirds = Thirds(self.job.paths)
+        self._thirds, self._asking = Thirds(self.job.paths), Asking(self.job.paths)
         self._rule = self.rule or partial(keep_own, self.job.notes)
 
     def adopt(self) -> None:
@@ -472,7 +472,7 @@ class Slots:
             raise MemoryStoreError(f"memory store {path}: {describe_error(error)}") from error
         if stamp.persist or stamp.pinned:
             with suppress(OSError):  # memory is full: the agent sees it all the same, some tenths of a second later
-                write_note(self.job.paths.asked, b"")
+                self._asking.ask()
         reach("save.committed", stamp.step)
 
     def recover(self) -> None:
