@@ -23,6 +23,7 @@ from rich.table import Table
 
 import rekindle
 from rekindle.agent.process import Process
+from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.paths import JobPaths
 from rekindle.memory.status import StatusPage
 from rekindle.memory.thirds import Thirds
@@ -135,6 +136,37 @@ def _third_slots(place: Path) -> Iterator[tuple[str, str]]:
     yield "check whether a drain wants a third slot", f"{_each(thirds.are_asked, 1000) * 1e6:.1f} us"
 
 
+def _agent(place: Path) -> Iterator[tuple[str, str]]:
+    """The agent of a guarded job that saves at each step and keeps all cores busy."""
+    work = torch.randn(700, 700)
+    model = torch.nn.Linear(512, 512)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ckpt = rekindle.Checkpointer(place / "root", {"model": model, "optimizer": optimizer}, memory=place)
+    ckpt.restore()
+    job = JobDir.of(place / "root", memory_base(place))
+    taken: list[tuple[float, float]] = []
+    with ckpt.guard() as guard:
+        if not guard.connected(30):
+            raise SystemExit("the agent did not come up")
+        for step in range(1, 121):
+            until = time.perf_counter() + 0.1
+            while time.perf_counter() < until:
+                work @ work
+            model(work[:, :512]).sum().backward()
+            optimizer.step()
+            ckpt.step(step)
+            if step in (40, 120):  # without its start
+                taken.append((time.perf_counter(), _seconds_of(job.agent())))
+    ckpt.close()
+    (began, before), (ended, after) = taken
+    yield "agent beside training on all cores", f"{1e3 * (after - before) / (ended - began):.1f} ms of a core a second"
+
+
+def _seconds_of(pid: int | None) -> float:
+    """Returns the seconds that a process's threads have run."""
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
+
+
 def _deaths(gigabytes: float) -> Iterator[tuple[str, str]]:
     """SIGKILL of a process with so much memory, until its pidfd and its ``stat`` tell."""
     found: dict[str, list[float]] = {"pidfd": [], "stat": []}
@@ -194,7 +226,7 @@ def main(gigabytes: float) -> None:
     table = Table("what", "cost")
     with tempfile.TemporaryDirectory(dir=_SHM, prefix="rekindle-costs-") as name:
         place = Path(name)
-        by_place = (_pages, _small_state, _small_snapshots, _looks, _third_slots)
+        by_place = (_pages, _small_state, _small_snapshots, _looks, _third_slots, _agent)
         for rows in (_deaths(gigabytes), *(rows(place) for rows in by_place), _copies()):
             for row in rows:
                 table.add_row(*row)

@@ -34,9 +34,7 @@ settings.load_profile("rekindle")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell script starts what it leaves in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it, to themselves and to what they start
 torch.set_num_threads(1)  # sums depend on the number of threads, which a busy machine changes between two calls
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # and threads that wait for each other on a busy machine take cores: a step a second
-)
+os.environ["OMP_NUM_THREADS"] = "1"  # for what tests start: threads that wait for each other take its cores, too
 
 _PREFIX = "rekindle-test-"
 """Beginning of the names of memory stores that tests make."""

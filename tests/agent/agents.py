@@ -85,6 +85,13 @@ class Rank:
         for line in self.process.stdout:
             self.heard.append(tuple(json.loads(line)))
 
+    def joined(self) -> bool:
+        """True once it has called its agent: a fault after that concerns it."""
+        with suppress(OSError):  # a file is closed as we look
+            files = Path(f"/proc/{self.process.pid}/fd").iterdir()
+            return any(os.readlink(file).startswith("socket:") for file in files)
+        return False
+
     def say(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(message) + "\n")

@@ -329,7 +329,7 @@ def simulate_loss(seed: int) -> SimulatedSteps:
 
 
 @pytest.mark.timeout(900)  # as above
-@pytest.mark.parametrize("seeds", [range(10), *MANY], ids=lambda seeds: f"{seeds.start}-{seeds.stop}")
+@pytest.mark.parametrize("seeds", [range(40), *MANY], ids=lambda seeds: f"{seeds.start}-{seeds.stop}")
 def test_a_safe_step_outlives_a_node_and_long_cuts(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left has all of the newest safe step, at every moment; and after long cuts newer ones follow.
 

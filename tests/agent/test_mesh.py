@@ -62,6 +62,7 @@ def test_a_fault_from_before_the_agents_knew_each_other_is_told_once_they_do(age
     def before() -> None:
         wait_for(lambda: not any(host.nodes() for host in agents.hosts[:2]), what="the end of the mesh before")
         agents.ranks = [Rank(host.job, host.number, agents.generation, None) for host in agents.hosts[:2]]
+        wait_for(lambda: all(rank.joined() for rank in agents.ranks))
         agents.ranks[0].raises("ValueError: odd")
         agents.ranks[0].fault()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.lock import Lock
 from tests.conftest import commit, make_shard
+from tests.faults.harness import wait_for
 from tests.memory.saved import FIRST, alone
 from tests.stored import steps_on
 
@@ -62,11 +64,10 @@ def test_snapshots_that_nobody_asks_for_are_left_alone_until_one_is_due(job: Job
     for step in range(2, 6):
         job.save(step)
         assert job.rests
-    job.job.notes.write_last_drain(time.monotonic() - 29.5, 0.1)
+    job.job.notes.write_last_drain(time.monotonic() - 26, 0.1)
     job.agent._work()
     assert job.rests
-    time.sleep(0.6)
-    assert not job.rests, "the newest one is due"
+    wait_for(lambda: not job.rests, what="the newest one to be due")
     assert job.agent._work() and steps_on(job.root)[-1] == 5
 
 
@@ -94,15 +95,24 @@ def test_what_happens_is_noticed(job: Job, event: Callable[[Job], object]) -> No
 def test_it_looks_all_the_same_after_a_while(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quiet, "_LONGEST", 0.05)
     job.agent._work()
-    time.sleep(0.06)
-    assert not job.rests
+    wait_for(lambda: not job.rests)
 
 
-@pytest.mark.parametrize("wait", ["others", "third slots"])
-def test_there_is_no_rest_while_a_drain_waits(job: Job, wait: str) -> None:
-    if wait == "others":
-        job.job.write_job(replace(job.info, host="127.0.0.1"))
-    else:
-        job.agent.drainer._thirds._since = time.monotonic()
+def wait_for_another_node(job: Job) -> None:
+    unfinished, stamp = job.agent.drainer._unfinished, ShardId(1, 0, 2, FIRST)
+    unfinished._waiting[stamp.checkpoint], unfinished._ask_at = (stamp, time.monotonic()), math.inf
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(lambda job: job.job.write_job(replace(job.info, host="127.0.0.1")), id="several nodes"),
+        pytest.param(lambda job: setattr(job.agent.drainer._thirds, "_since", time.monotonic()), id="a third slot"),
+        pytest.param(wait_for_another_node, id="another node's shards"),
+        pytest.param(lambda job: job.agent.drainer.hurry(), id="a hurry"),
+    ],
+)
+def test_there_is_no_rest_while_each_moment_counts(job: Job, event: Callable[[Job], object]) -> None:
+    event(job)
     job.agent._work()
     assert not job.rests

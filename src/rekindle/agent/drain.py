@@ -145,8 +145,8 @@ class Drainer:
     def next_due(self) -> float | None:
         """Returns the time, by the monotonic clock, from which the newest snapshot is drained though nobody asks.
 
-        None while each moment counts: other nodes drain too, or a drain has begun to wait. Raises OSError and
-        FormatError when the job's description can't be read.
+        None while each moment counts: other nodes drain too, a drain waits for something, or somebody is in a hurry.
+        Raises OSError and FormatError when the job's description can't be read.
         """
         info = self.job.read_job()
         if info is None or info.host or self._hurries or self._unfinished.keys() or self._thirds.awaited:

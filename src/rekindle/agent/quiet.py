@@ -17,10 +17,10 @@ _LONGEST = 0.5
 
 
 class Quiet:
-    """Knows of one job whether anything has happened that a round of work could be for. For one thread at a time.
+    """Detects whether anything has happened to a job that a round of work could be for. For one thread at a time.
 
-    A round reads locks, receipts and the job's description, in another thread: 1.7 ms of a core while training keeps
-    all of them busy. A look at the signs takes 0.1 ms. The end of a rank without a guard is seen by the next round.
+    A round reads locks, receipts and the job's description in another thread. A look at the signs reads the times of
+    two files. The end of a rank without a guard has no sign: the next round sees it.
     """
 
     def __init__(self, job: JobDir, faults: Callable[[], object]) -> None:
@@ -37,7 +37,7 @@ class Quiet:
         self._signs, self._snapshots = self._read_signs(), self._read_snapshots()
 
     def rest(self, due_at: float) -> None:
-        """Be quiet, as the round has found nothing to do. New snapshots count from ``due_at`` on, see ``Drainer``."""
+        """Be quiet, as the round has found nothing to do. New snapshots count from ``due_at`` on (``next_due``)."""
         self._until = time.monotonic() + _LONGEST
         if due_at > self._round_at:
             self._until, self._snapshots = min(self._until, due_at), None

@@ -396,9 +396,9 @@ class Slots:
 
     def complete_checkpoints(self) -> list[CheckpointKey]:
         """Returns the checkpoints of which every rank of this node has a snapshot, oldest first."""
-        if set(self.local_ranks) == {self.rank}:  # which knows its own, and doesn't have to read them, 0.4 ms
-            own = [slot for slot in self.slots if slot.stamp is not None and slot.path.with_suffix(".json").exists()]
-            return sorted(slot.stamp.checkpoint for slot in own if slot.stamp is not None)
+        if set(self.local_ranks) == {self.rank}:  # it knows its own receipts, and only has to see that they are there
+            own = ((slot.stamp, slot.path.with_suffix(".json")) for slot in self.slots if slot.stamp is not None)
+            return sorted(stamp.checkpoint for stamp, receipt in own if receipt.exists())
         ranks: dict[CheckpointKey, set[int]] = {}
         there = set()
         for stamp, path in self.job.snapshots.shard_ids(self._known):
