@@ -241,10 +241,47 @@ def test_an_end_that_the_kernel_reports_is_seen_before_the_next_check(
     tmp_path: Path, ranks: Callable[[JobDir], list[Rank]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check_no_more() -> None:  # once the check has come that is on its way
-        monkeypatch.setattr("rekindle.agent.monitor._TICK", 1e9)
+        monkeypatch.setattr("rekindle.agent.monitor._SELDOM", 1e9)
 
     fault = first_cause(tmp_path, ranks, lambda one, two: one.kill(), check_no_more)
     assert fault.what == "rank 0 was killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("large", "reported", "pause"), [(1 << 50, True, 0.1), (0, True, 0.05), (1 << 50, False, 0.05)]
+)
+def test_ranks_are_checked_often_only_where_the_kernel_reports_their_end_late(
+    tmp_path: Path,
+    ranks: Callable[[JobDir], list[Rank]],
+    monkeypatch: pytest.MonkeyPatch,
+    large: int,
+    reported: bool,
+    pause: float,
+) -> None:
+    monkeypatch.setattr("rekindle.agent.monitor._LARGE", large)
+    if not reported:
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+    elif not hasattr(os, "pidfd_open"):
+        pytest.skip("this system reports no ends")
+    job = JobDir(tmp_path)
+
+    async def monitored() -> None:
+        monitor = RankMonitor(job, lambda urgent: None)
+        serving = asyncio.ensure_future(monitor.serve())
+        try:
+            while not job.paths.watch_socket.exists():
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(ranks, job)
+            until = time.monotonic() + 100
+            while len(monitor.ranks) < 2:
+                assert time.monotonic() < until
+                await asyncio.sleep(0.01)
+            monitor._check_ranks()
+            assert monitor._pause() == pause
+        finally:
+            serving.cancel()
+
+    asyncio.run(monitored())
 
 
 @pytest.mark.parametrize(("ago", "pause"), [(1.0, 0.01), (100.0, 0.1)])

@@ -39,6 +39,19 @@ def test_the_cause_is_known_though_the_parent_has_collected_the_process(number: 
     assert describe_end(look.status, oom=False) == cause
 
 
+def test_the_memory_of_a_process_is_what_it_holds_until_it_is_over() -> None:
+    code = "held = b'x' * 200_000_000; print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        process = Process(child.pid)
+        assert 200_000_000 < process.look().resident < 300_000_000
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        look = process.look()
+        assert look.over and look.resident == 0
+        process.close()
+
+
 def test_no_descriptor_stays_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
     Process(os.getpid()).close()

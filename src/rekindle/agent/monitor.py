@@ -38,15 +38,13 @@ __all__ = ["RankMonitor"]
 
 log = logging.getLogger("rekindle.agent")
 
-_TICK = 0.05
-"""Seconds between two checks of all ranks. To wake up takes 0.2 ms of a core, a check 10 microseconds per rank. The
-kernel reports the end of a process that has little memory at once."""
+_TICK, _LARGE = 0.05, 800_000_000
+"""Seconds between two checks of all ranks while one of them holds so many bytes, or the kernel reports no ends: it
+takes 60 ms for each GB until it does. To wake up takes 0.2 ms of a core, a check 10 microseconds per rank."""
 _TICK_SOON = 0.01
 """The same while ranks end."""
-_IDLE = 0.1
-"""The same while there are no ranks, and while a report waits for their end."""
-_HANGS_EVERY = 0.1
-"""Seconds between two looks for a hang, which is a matter of seconds. Each takes as long as five checks."""
+_SELDOM = 0.1
+"""The same while the kernel reports each end sooner than that, and while a report waits for the end of ranks."""
 _ENDS_SOON = 60.0
 """Seconds after a fault in which each check looks for the end of the last process, at the locks of all ranks. One may
 live on: a notebook's, or that of a script which has caught the error."""
@@ -89,8 +87,8 @@ class RankMonitor:
     _checked_at: float = 0.0
     _search_at: float = 0.0
     """Time of the next search for ranks that died unwatched."""
-    _hang_at: float = 0.0
-    """Time of the next look for a hang."""
+    _often: bool = False
+    """True while a check would notice the end of a rank long before the kernel reports it."""
     _unregistered: dict[asyncio.StreamWriter, None] = field(default_factory=dict)
     """Connections that have not registered yet, the oldest first."""
     _end_awaited: bool = False
@@ -129,7 +127,7 @@ class RankMonitor:
         soon = self.fault is not None and self._end_awaited and time.monotonic() - self.fault.noticed < _ENDS_SOON
         if soon:
             return _TICK_SOON
-        return _TICK if self.ranks else _IDLE
+        return _TICK if self._often else _SELDOM
 
     @property
     def reporting(self) -> bool:
@@ -204,6 +202,7 @@ class RankMonitor:
             self._hang.slept(self._checked_at, now)
         self._checked_at = now
         states = [(rank, rank.process.look()) for rank in self.ranks.values()]
+        self._often = any(state.resident > _LARGE or rank.process.descriptor < 0 for rank, state in states)
         for rank, state in states:
             if not state.over:
                 rank.oom_kills.look(now)
@@ -216,8 +215,7 @@ class RankMonitor:
         if dying:
             self._compare_steps(dying)
             self._end_dying_ranks(now, dying)
-        elif not self._announce_unwatched_death(now) and self._held is None and now >= self._hang_at:
-            self._hang_at = now + _HANGS_EVERY
+        elif not self._announce_unwatched_death(now) and self._held is None:
             hang = self._hang.check(now, self.ranks, self.others) if self.ranks or self.current is None else None
             if hang is not None:
                 self._announce(hang)
@@ -260,7 +258,7 @@ class RankMonitor:
         while (
             any(rank in self.ranks and self._is_dying(self.ranks[rank]) for rank in ranks) and time.monotonic() < until
         ):
-            await asyncio.sleep(_IDLE)
+            await asyncio.sleep(_SELDOM)
         await asyncio.to_thread(write_report, self.job, fault, ranks, self.others.name)
 
     # -- after a fault ------------------------------------------------------------------------------------------

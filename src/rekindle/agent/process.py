@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import re
 import signal
@@ -37,6 +38,8 @@ class ProcessState:
     stopped: bool
     status: int | None
     """Status as of ``os.waitpid``, once it is over; None when its parent has collected it, before Linux 6.15."""
+    resident: int = 0
+    """Bytes of memory that it holds, which the kernel takes back before it reports the end. 0 once it is over."""
 
 
 class Process:
@@ -67,7 +70,8 @@ class Process:
         if not fields:
             return ProcessState(True, False, self._collected_status())
         over = fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)
-        return ProcessState(over, fields[0] in (b"T", b"t"), int(fields[49]) if over else None)
+        status, resident = (int(fields[49]), 0) if over else (None, int(fields[21]) * mmap.PAGESIZE)
+        return ProcessState(over, fields[0] in (b"T", b"t"), status, resident)
 
     def _collected_status(self) -> int | None:
         """Returns the status that the parent has collected; None if the kernel doesn't tell."""
