@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +13,7 @@ from pathlib import Path
 from rekindle.format.names import root_path
 from rekindle.launch.spare import ORDERS
 from rekindle.memory.job_dir import JobDir, memory_base
+from tests.forked import Program
 
 __all__ = ["WARM", "Job", "Launcher", "children", "descriptors", "parent"]
 
@@ -33,16 +32,18 @@ class Launcher:
         self.job = JobDir.of(root_path(directory / "root"), memory_base(memory))
         self.lines: list[str] = []
         self._news = threading.Condition()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "rekindle", "run", *["--standalone"] * standalone, *map(str, arguments)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+        null = os.open(os.devnull, os.O_WRONLY)
+        self.process = Program(
+            "rekindle",
+            "run",
+            *["--standalone"] * standalone,
+            *arguments,
+            stdout=null,
             cwd=directory,
             env={**os.environ, "REKINDLE_MEMORY": str(memory), "CUDA_VISIBLE_DEVICES": "", **environment},
             start_new_session=True,
         )
+        os.close(null)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

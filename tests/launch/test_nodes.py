@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +18,8 @@ from rekindle.errors import UsageError
 from rekindle.faults.torchelastic import FRESH_STORE, SURVIVOR_EXIT
 from rekindle.launch.rendezvous.handler import SPARE, Rendezvous
 from rekindle.launch.rendezvous_settings import fit_settings, forget_defaults
+from tests import forked
+from tests.forked import Program
 from tests.launch.launcher import WARM, parent
 
 LONG = 150.0
@@ -93,7 +93,7 @@ def test_a_node_rank_in_the_environment_is_the_users(monkeypatch: pytest.MonkeyP
 
 # -- real launchers ----------------------------------------------------------------------------------------------------
 
-RUN = [sys.executable, "-m", "rekindle", "run", "--nnodes=2", "--no-python"]
+RUN = ["run", "--nnodes=2", "--no-python"]
 """The launcher of one node of two, which meet on this machine."""
 NO_ROOT = "rekindle: this run has saved nothing: no rank on this node has made a rekindle.Checkpointer or saved a file"
 
@@ -125,13 +125,13 @@ class Nodes:
             f"exec 2>/dev/null\ntrap '{refuse.format('end')}; exit 1' TERM\necho {note} >> {self._begun}\n"
             f"{refuse.format('start')} && exit 1\nuntil [ -e {self._word} ]; do sleep 0.1; done"
         )
-        self.started: list[subprocess.Popen[str]] = []
+        self.started: list[Program] = []
 
-    def start(self, *options: str) -> subprocess.Popen[str]:
+    def start(self, *options: str) -> Program:
         """Starts one more. The first one leads."""
         return self._start(RUN, *options, "sh", str(self.script))
 
-    def start_spare(self) -> subprocess.Popen[str]:
+    def start_spare(self) -> Program:
         """Starts one more, and waits until it has heard that it is one: then it knows who may lead next."""
         started = self.start()
         assert started.stderr is not None and f"rekindle: {SPARE}\n" in started.stderr
@@ -148,12 +148,14 @@ class Nodes:
         )
         return script
 
-    def start_python(self, script: Path, *options: str) -> subprocess.Popen[str]:
+    def start_python(self, script: Path, *options: str) -> Program:
         return self._start(RUN[:-1], *options, str(script))
 
-    def _start(self, run: list[str], *rest: str) -> subprocess.Popen[str]:
+    def _start(self, run: list[str], *rest: str) -> Program:
         command = [*run, f"--rdzv-endpoint=127.0.0.1:{self.port}", *rest]
-        self.started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+        null = os.open(os.devnull, os.O_WRONLY)
+        self.started.append(Program("rekindle", *command, stdout=null))
+        os.close(null)
         if len(self.started) == 1:
             until(self._is_listened_to)
         return self.started[-1]
@@ -171,18 +173,18 @@ class Nodes:
     def pids(self) -> list[int]:
         return [int(words[0]) for words in self.begun]
 
-    def refuse(self, launcher: subprocess.Popen[str], when: str, error: str) -> None:
+    def refuse(self, launcher: Program, when: str, error: str) -> None:
         """Have a rank of this launcher leave an error at its start, or when it is told to end. It ends with 1 then."""
         draft = self._refused.with_name("draft")
         draft.write_text(json.dumps([error, "for a test"]))
         draft.rename(f"{self._refused}-{launcher.pid}-{when}")
 
-    def lose(self, launcher: subprocess.Popen[str], rank: int) -> None:
+    def lose(self, launcher: Program, rank: int) -> None:
         """Ends a launcher and its rank."""
         launcher.kill()
         os.kill(rank, signal.SIGKILL)
 
-    def rank_of(self, launcher: subprocess.Popen[str]) -> int:
+    def rank_of(self, launcher: Program) -> int:
         """Returns the rank of a launcher, which has one."""
         (pid,) = [pid for pid in self.pids if Path(f"/proc/{pid}").exists() and parent(pid) == launcher.pid]
         return pid
@@ -215,7 +217,7 @@ SLOW = ("[W", "rekindle: waits for other nodes, ")
 """Beginnings of what is said on a busy machine: torch's warnings of sockets, and that another launcher is slow."""
 
 
-def said(process: subprocess.Popen[str]) -> list[str]:
+def said(process: Program) -> list[str]:
     """Returns what a launcher has said, once it has ended, without what only a busy machine has it say."""
     return [line for line in process.communicate(timeout=LONG)[1].splitlines() if not line.startswith(SLOW)]
 
@@ -281,7 +283,7 @@ def test_a_launcher_whose_ranks_have_survived_a_fault_tells_of_it(
     assert told == f"{OTHERS_FAILED} {why}\n" or told.startswith(itself), told
 
 
-def one_ends_first(job: Nodes, ends: int, *options: str) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+def one_ends_first(job: Nodes, ends: int, *options: str) -> tuple[Program, Program]:
     """Starts two nodes. Returns that of rank ``ends`` once this has ended well, as the launcher says, and the other."""
     waiting = f"until [ -e {job._word} ]; do sleep 0.1; done"
     job.script.write_text(f"echo $$ $RANK >> {job._begun}; [ $RANK = {ends} ] || {waiting}")
@@ -372,8 +374,7 @@ def test_jobs_of_one_node_at_the_same_endpoint_start_again_side_by_side(tmp_path
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:  # as by any other program
         options = ["--nproc-per-node=2", "--restart-pause=0", f"--rdzv-endpoint=127.0.0.1:{taken.getsockname()[1]}"]
-        command = [sys.executable, "-m", "rekindle", "run", *options, str(script)]
-        jobs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        jobs = [Program("rekindle", "run", *options, script) for _ in range(2)]
         told = [job.communicate(timeout=LONG)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0] and [text.count("trained") for text in told] == [2, 2], told
 
@@ -408,7 +409,7 @@ def test_a_job_of_one_node_has_spares_too(job: Nodes) -> None:
 )
 def test_a_launcher_that_reaches_nobody_says_why_in_one_line(job: Nodes, endpoint: str, why: str) -> None:
     options = [f"--rdzv-endpoint={endpoint.format(job.port)}", "--rdzv-conf=is_host=0,read_timeout=2"]
-    done = subprocess.run([*RUN, *options, "true"], capture_output=True, text=True, timeout=LONG, check=False)
+    done = forked.run("rekindle", *RUN, *options, "true", timeout=LONG)
     assert done.returncode == 1
     told = done.stderr.splitlines()
     assert ", where the nodes are to meet, was not reached: " in told[0] and why in told[0], done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.launch.waits import wait_for_ends
+from tests import forked
 
 LONG = 150.0
 """Seconds that no wait here may take."""
@@ -21,8 +22,7 @@ def test_the_launcher_notices_an_end_long_before_it_would_look(tmp_path: Path) -
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit(7)")
     options = [f"--monitor-interval={10 * LONG}", "--max-restarts=0", "--no-warm"]
-    command = [sys.executable, "-m", "rekindle", "run", "--standalone", *options, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
+    done = forked.run("rekindle", "run", "--standalone", *options, script, timeout=LONG)
     assert done.returncode == 1 and "ended with exit code 7" in done.stderr, done.stderr
 
 
