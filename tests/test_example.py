@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked import run
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 
 
 def train(root: Path, steps: int) -> str:
     """The output of a run that ends at ``steps``."""
-    command = [sys.executable, str(EXAMPLE), str(root), f"--steps={steps}", "--width=32"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    done = run(EXAMPLE, root, f"--steps={steps}", "--width=32", timeout=150)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
 
 
 def losses(output: str) -> dict[int, str]:
