@@ -10,12 +10,14 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import rekindle
 from rekindle.launch.torchrun import _newest
 from rekindle.storage.catalog import MEMORY
+from tests import forked
 from tests.faults.harness import wait_for
 
 TRAINING = """
@@ -53,8 +55,8 @@ NOTHING_SAVED = "this run has saved nothing: no rank on this node has made a rek
 COMMAND = [sys.executable, "-m", "rekindle", "run", "--standalone"]
 
 
-def run(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *options, str(script)], capture_output=True, text=True, timeout=200)
+def run(script: Path, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    return forked.run("rekindle", "run", "--standalone", *options, script, timeout=200, **more)
 
 
 def starts(done: subprocess.CompletedProcess[str]) -> int:
@@ -70,23 +72,24 @@ def restarts(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("body", "where"),
+    ("body", "where", "limit"),
     [
-        pytest.param(GUARDED, "at step 7", id="guarded"),
-        pytest.param(PLAIN, "after step 6, the newest saved", id="plain", marks=pytest.mark.campaign(seconds=20)),
+        pytest.param(GUARDED, "at step 7", 2, id="guarded"),
+        pytest.param(PLAIN, "after step 6, the newest saved", 3, id="plain", marks=pytest.mark.campaign(seconds=15)),
     ],
 )
-def test_the_same_error_three_times_at_one_step_ends_the_job(
-    script: Path, tmp_path: Path, memory: Path, body: str, where: str
+def test_the_same_error_time_and_again_at_one_step_ends_the_job(
+    script: Path, tmp_path: Path, memory: Path, body: str, where: str, limit: int
 ) -> None:
+    """Three times, if nobody says another number."""
     root = tmp_path / "run"
     script.write_text((TRAINING + body).replace("ROOT", repr(str(root))).replace("TIMES", "100"))
-    done = run(script)
-    assert done.returncode == 1 and starts(done) == 3, done.stderr
-    assert restarts(done) == ["restart 1 of 20 since step 6", "restart 2 of 20 since step 6"], done.stderr
+    done = run(script, *(["--same-error-limit", "2"] if limit == 2 else []))
+    assert done.returncode == 1 and starts(done) == limit, done.stderr
+    assert restarts(done) == [f"restart {number} of 20 since step 6" for number in range(1, limit)], done.stderr
     rest = told(done)
     assert rest[-3].startswith("rank 0 raised RuntimeError: a bad batch"), done.stderr
-    assert rest[-2] == f"the same error 3 times {where}: the job is not started again", done.stderr
+    assert rest[-2] == f"the same error {limit} times {where}: the job is not started again", done.stderr
     assert rest[-1].startswith(f"{root}: step 6 is the newest saved, "), done.stderr
     last = done.stderr.splitlines()
     assert last[-1].startswith("RuntimeError: a bad batch"), done.stderr
@@ -180,8 +183,7 @@ def test_a_launcher_whose_lines_nobody_gets_goes_on(script: Path, memory: Path, 
     if full:
         os.close(writer)
         writer = os.open("/dev/full", os.O_WRONLY)
-    command = [*COMMAND, "--max-restarts", "2", "--restart-pause", "0", str(script)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=writer, text=True, timeout=200)
+    done = run(script, "--max-restarts", "2", "--restart-pause", "0", stderr=writer)
     os.close(writer)
     assert starts(done) == 3, "the job is started again all the same"
     assert done.returncode == 1, "and has not ended well"
@@ -212,8 +214,7 @@ def test_a_signal_that_comes_while_ranks_are_started_leaves_none_behind(tmp_path
     """The first rank sends it before the launcher has started the last one."""
     rank = tmp_path / "rank.sh"
     rank.write_text(f"echo $$ >> {tmp_path}/pids\n[ $RANK = 0 ] && kill -INT $PPID\nexec sleep 300\n")
-    command = [*COMMAND, "--nproc-per-node", "16", "--no-python", "sh", str(rank)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = run(rank, "--nproc-per-node", "16", "--no-python", "sh")
     assert done.returncode == 130 and done.stderr.startswith("rekindle: ended by SIGINT\n"), done.stderr
     pids = (tmp_path / "pids").read_text().split()
     assert pids and not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
@@ -314,8 +315,7 @@ def test_faults_with_progress_between_them_never_use_up_the_restarts(
 ) -> None:
     """A SIGKILL and an error by turns, after two steps each."""
     script.write_text(FALLING.replace("ROOT", repr(str(tmp_path / "run"))).replace("FAULTS", str(faults)))
-    command = [sys.executable, "-m", "rekindle", "run", "--standalone", "--max-restarts", "1", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1400)
+    done = forked.run("rekindle", "run", "--standalone", "--max-restarts", 1, script, timeout=1400)
     assert done.returncode == 0 and starts(done) == faults + 1, done.stderr
     assert restarts(done) == [f"restart 1 of 1 since step {2 * fault + 2}" for fault in range(faults)], done.stderr
     for start in range(faults + 1):
