@@ -57,7 +57,7 @@ def run(directory: Path, *arguments: object, **environment: str) -> subprocess.C
     )
 
 
-@pytest.mark.parametrize("by", ["option", "environment"])
+@pytest.mark.parametrize("by", ["option", pytest.param("environment", marks=pytest.mark.campaign(seconds=8))])
 def test_the_script_and_its_children_import_the_stand_in(by: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_CHILDREN)
     if by == "option":
