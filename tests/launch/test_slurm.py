@@ -316,15 +316,16 @@ def cluster(made: Callable[..., Cluster]) -> Cluster:
     return made(train=3, spares=1)
 
 
-def test_a_requeued_job_goes_on(made: Callable[..., Cluster]) -> None:
-    cluster = made(train=2, spares=0)
+@pytest.mark.parametrize("train", [1, pytest.param(2, marks=pytest.mark.campaign(seconds=45))])
+def test_a_requeued_job_goes_on(train: int, made: Callable[..., Cluster]) -> None:
+    cluster = made(train, spares=0)
     until(lambda: cluster.done >= 5)
     done = cluster.done
     cluster.requeue()
-    unbroken(2)  # while Slurm waits, as it does after that
-    until(lambda: len(cluster.begun) == 4)
-    assert [rank.step for rank in cluster.begun[:2]] == [0, 0]
-    assert all(done <= rank.step <= LIMIT for rank in cluster.begun[2:]), cluster.output
+    unbroken(train)  # while Slurm waits, as it does after that
+    until(lambda: len(cluster.begun) == 2 * train)
+    assert [rank.step for rank in cluster.begun[:train]] == [0] * train
+    assert all(done <= rank.step <= LIMIT for rank in cluster.begun[train:]), cluster.output
     cluster.complete()
 
 
