@@ -21,6 +21,7 @@ from rekindle.launch.torchrun import _saved, _say_what_is_saved
 from rekindle.memory.fault import Fault
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.status import StatusPage
+from tests import forked
 from tests.faults.harness import Run, finish, kill, restored, start, train, wait_for
 
 
@@ -225,7 +226,7 @@ _RUN = [sys.executable, "-m", "rekindle", "run"]
 
 def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
     """A run of ``rekindle run`` in a process of its own, once it has ended."""
-    return subprocess.run([*_RUN, *map(str, arguments)], capture_output=True, text=True, timeout=100)
+    return forked.run("rekindle", "run", *arguments, timeout=100)
 
 
 def eight_steps(root: Path) -> str:
