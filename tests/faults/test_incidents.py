@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +13,7 @@ from rekindle.memory.incident import MOMENTS, Incident
 from rekindle.memory.job_dir import JobDir
 from rekindle.storage.incidents import load_incidents
 from rekindle.storage.posix import PosixStore
+from tests import forked
 from tests.faults.cluster import Cell, run
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
@@ -29,7 +29,7 @@ def in_order(moments: dict[str, float], *names: str) -> bool:
     return all(moments[earlier] <= moments[later] for earlier, later in pairwise(names))
 
 
-@pytest.mark.parametrize("fault", ["kill", "kill-two"])
+@pytest.mark.parametrize("fault", ["kill", pytest.param("kill-two", marks=pytest.mark.campaign(seconds=8))])
 def test_a_kill_leaves_a_record_that_outlives_the_job(fault: str, root: Path, memory: Path) -> None:
     cell = Cell(root, memory, fault=fault, moment="forward")
     out = run(cell)
@@ -113,8 +113,7 @@ def launch(text: str, root: Path, *options: str, code: int = 0) -> None:
     """Runs a script under the real launcher."""
     script = root.with_name("worker.py")
     script.write_text(text.replace("ROOT", repr(str(root))))
-    command = [sys.executable, "-m", "rekindle", "run", "--standalone", *options, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    done = forked.run("rekindle", "run", "--standalone", *options, script, timeout=170)
     assert done.returncode == code, done.stderr
 
 
@@ -165,13 +164,9 @@ def test_a_job_that_saves_through_dcp_alone_is_timed_up_to_its_first_save(root: 
 @pytest.mark.campaign(seconds=12)
 def test_a_job_that_does_not_come_back_leaves_a_record_too(root: Path, memory: Path, job: JobDir) -> None:
     launch(TRAINING + NEVER_BACK, root, "--max-restarts", "0", code=1)
-    done = subprocess.run(
-        [sys.executable, "-m", "rekindle", "stop", str(root)], capture_output=True, text=True, timeout=100
-    )
+    done = forked.run("rekindle", "stop", root, timeout=100)
     assert done.returncode == 0 and not job.path.exists(), done.stderr
     (incident,) = recorded(root)
     assert incident.cause in ("signal", "exit") and incident.step == 4 and incident.outage is None
-    shown = subprocess.run(
-        [sys.executable, "-m", "rekindle", "incidents", "--json", str(root)], capture_output=True, timeout=100
-    )
+    shown = forked.run("rekindle", "incidents", "--json", root, timeout=100)
     assert json.loads(shown.stdout)["totals"]["unrecovered"] == 1
