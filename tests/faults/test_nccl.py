@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rekindle.faults.nccl import SETTINGS
+from tests import forked
 from tests.faults.test_guard import Play, Trainer, play
 
 __all__ = ["play"]
@@ -19,20 +19,19 @@ __all__ = ["play"]
 TELL = "import json, os; print('told', json.dumps({n: os.environ.get(n) for n in %r}))\n" % (SETTINGS,)  # noqa: UP031
 
 
-def _run(tmp_path: Path, environment: dict[str, str], *interpreter: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script under the real launcher, which is started with the arguments ``interpreter``."""
+def _run(tmp_path: Path, environment: dict[str, str], launcher: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script under the real launcher."""
     script = tmp_path / "worker.py"
     script.write_text(TELL)
     rest = {name: value for name, value in os.environ.items() if name not in SETTINGS}
-    command = [sys.executable, *interpreter, "run", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=rest | environment)
+    done = forked.run(launcher, "run", script, timeout=300, env=rest | environment)
     assert done.returncode == 0, done.stderr
     return done
 
 
 def _launched(tmp_path: Path, **environment: str) -> dict[str, Any]:
     """Returns what a rank has, under the real launcher, of the settings."""
-    done = _run(tmp_path, environment, "-m", "rekindle")
+    done = _run(tmp_path, environment, "rekindle")
     line = next(line for line in done.stdout.splitlines() if "told " in line)
     found: dict[str, Any] = json.loads(line.partition("told ")[2])
     return found
@@ -64,7 +63,7 @@ def test_the_launcher_says_once_that_nobody_ends_a_hang_outside_of_guard(
     code = (
         f"import torch.distributed as dist, rekindle.__main__ as r; dist.is_nccl_available = lambda: {nccl}; r.main()"
     )
-    said = _run(tmp_path, environment, "-c", code).stderr
+    said = _run(tmp_path, environment, forked.Code(code)).stderr
     assert said.count("outside of guard() nobody ends a job that hangs in a collective") == told, said
 
 
