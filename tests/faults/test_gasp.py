@@ -54,6 +54,7 @@ MORE = {("ddp", "kill", "backward"), ("ddp", "kill", "update-first"), ("ddp", "k
 MORE |= {("bare", "kill", "forward"), ("ddp", "exception", "update-second"), ("ddp", "kill-two", "copying")}
 MORE |= {("ddp", "kill", "forward"), ("bare", "kill-in-gasp", "backward"), ("bare", "stop", "before-step")}
 MORE |= {("bare", "kill", "update-first"), ("zero", "kill", "copying"), ("hsdp", "kill", "update-second")}
+MORE |= {("ddp", "block", "forward"), ("spaced", "kill", "update-second"), ("ddp", "kill", "copying")}
 """Cells that show little beside the others."""
 
 
@@ -110,7 +111,9 @@ def test_a_rank_that_the_kernel_kills_for_want_of_memory(
     assert judge(out, unbroken_cell(memory, "ddp", 2)) == []
 
 
-@pytest.mark.parametrize("fault", ["kill", "kill-two", "exception"])
+@pytest.mark.parametrize(
+    "fault", ["kill-two", *(pytest.param(fault, marks=pytest.mark.campaign) for fault in ("kill", "exception"))]
+)
 def test_a_gasp_reaches_storage_though_nobody_comes_back(fault: str, root: Path, memory: Path, job: JobDir) -> None:
     """The dead rank's part is put together by the agent, which doesn't heed its budget now: that would take an hour."""
     cell = Cell(root, memory, "bare", fault, "forward", world_of("bare", fault), options={"drain_limit": "4 B/s"})
