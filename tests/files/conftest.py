@@ -28,8 +28,9 @@ def store(memory: Path) -> Iterator[FilesDir]:
 
 
 @pytest.fixture
-def drainer(store: FilesDir) -> Iterator[FileDrainer]:
-    """Carries files when the test says so: no agent comes up beside it."""
+def drainer(store: FilesDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileDrainer]:
+    """Carries files when the test says so. No agent comes up beside it, and nobody waits for one."""
+    monkeypatch.setattr(clients, "_AGENT_WITHIN", 0.0)
     store.create()
     lock = Lock(store.paths.agent_lock)
     assert lock.acquire()

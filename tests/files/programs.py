@@ -1,34 +1,39 @@
-"""Programs that save files, in processes of their own. Those that save bytes never hold torch: they start at once."""
+"""Programs that save files, in processes of their own."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from typing import Any
 
 from rekindle.common.os_errors import explain
 from rekindle.files import flush
 from rekindle.memory.files_dir import FilesDir
+from tests import forked
 
-__all__ = ["DIES_WITH_ITS_AGENT", "KILLED", "arrives", "run"]
+__all__ = ["KILLED", "arrives", "dies_with_its_agent", "run"]
 
 KILLED = -signal.SIGKILL
 _HEAD = "import os, signal, sys\nfrom contextlib import suppress\nimport rekindle\n"
-DIES_WITH_ITS_AGENT = """
+_DIES_WITH_ITS_AGENT = """
+from rekindle.files import client
+client._LOOK_EVERY = 1000.0  # a look would start another agent, which finds nothing left to do and lives
+SAVES
 with suppress(ChildProcessError):
     os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-"""End of a program that waits for its only child, an agent that dies at a point, or that has died by now."""
+
+
+def dies_with_its_agent(saves: str) -> str:
+    """A program that saves, and waits for its only child, an agent that dies at a point, or that has died by now."""
+    return _DIES_WITH_ITS_AGENT.replace("SAVES", saves)
 
 
 def run(code: str, *arguments: Any, point: str = "", timeout: float = 120.0) -> int:
     """Runs a program until its end. Returns its exit code."""
     environment = {**os.environ, "REKINDLE_FAILPOINT": point}
-    command = [sys.executable, "-c", _HEAD + code, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    done = forked.run(forked.Code(_HEAD + code), *arguments, env=environment, timeout=timeout)
     assert done.returncode in (0, KILLED), done.stderr
     return done.returncode
 

@@ -17,9 +17,9 @@ from rekindle.cli import terminal
 from rekindle.cli.main import main
 from rekindle.files import client as clients
 from rekindle.memory.files_dir import FilesDir
-from tests.files.programs import DIES_WITH_ITS_AGENT, KILLED, run
+from tests.files.programs import KILLED, dies_with_its_agent, run
 
-_SAVE = "rekindle.save(b'data', sys.argv[1])" + DIES_WITH_ITS_AGENT
+_SAVE = dies_with_its_agent("rekindle.save(b'data', sys.argv[1])")
 
 
 def rekindle_command(*arguments: object) -> Result:

@@ -20,7 +20,7 @@ from rekindle.session import agent_keeper
 from rekindle.session.agent_keeper import spawn
 from rekindle.storage.path_place import PathPlace
 from tests.faults.harness import wait_for
-from tests.files.programs import DIES_WITH_ITS_AGENT, KILLED, arrives, run
+from tests.files.programs import KILLED, arrives, dies_with_its_agent, run
 
 _DIE = "; os.kill(os.getpid(), signal.SIGKILL)"
 
@@ -102,7 +102,7 @@ def save_with_an_agent_that_dies(store: FilesDir, point: str, target: str | Path
     """Saves over an older file, which storage has. Returns the bytes; the agent has died at the point by then."""
     assert run("rekindle.save(b'old', sys.argv[1]); rekindle.flush(timeout=60)", target) == 0
     wait_until_gone(store)
-    code = "rekindle.save(bytes(range(256)) * 80_000, sys.argv[1])" + DIES_WITH_ITS_AGENT
+    code = dies_with_its_agent("rekindle.save(bytes(range(256)) * 80_000, sys.argv[1])")
     assert run(code, target, point=point) == KILLED
     return bytes(range(256)) * 80_000
 
@@ -236,7 +236,7 @@ def test_the_agent_stays_while_storage_refuses_a_file(store: FilesDir, root: Pat
     """Its memory is the only copy, however long nobody uses it."""
     monkeypatch.setenv("REKINDLE_FILES_IDLE_TIMEOUT", "0.05")
     root.mkdir()
-    code = "rekindle.save(b'data', sys.argv[1])" + DIES_WITH_ITS_AGENT
+    code = dies_with_its_agent("rekindle.save(b'data', sys.argv[1])")
     assert run(code, root / "later" / "x", point="upload.started") == KILLED
     (root / "later").write_bytes(b"in the way")
     spawn(store)
