@@ -62,7 +62,8 @@ class TestDirectory(StoreContract):
 
 
 class TestObjects(StoreContract):
-    points = ("drain.copying", "drain.written", "drain.shard", "drain.receipt", "drain.published", "drain.prune")
+    points = ("drain.copying", "drain.shard", "drain.published")
+    more_points = ("drain.written", "drain.receipt", "drain.prune")
 
     @pytest.fixture(autouse=True)
     def place(self, s3: Server, bucket: str) -> None:
@@ -89,6 +90,11 @@ class TestObjects(StoreContract):
             stores._objects.cache_clear()  # another process knows nothing
             yield
         stores._objects.cache_clear()
+
+    @pytest.mark.campaign(seconds=8)
+    def test_who_dies_at_more_points_leaves_nothing_half(self) -> None:
+        self.points = self.more_points
+        self.test_who_dies_in_the_middle_leaves_nothing_half()
 
     def test_receipts_without_their_shards_are_not_published(self) -> None:
         store = self.open()
