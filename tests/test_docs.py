@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests import forked
 from tests.test_architecture import ROOMS
 
 REPO = Path(__file__).parents[1]
@@ -36,14 +37,8 @@ def blocks_of(page: str) -> list[Block]:
 def run_blocks(code: list[str], where: Path, memory: Path) -> None:
     """Runs them as one script, whose shell finds the commands of this Python's environment."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(code)],
-        cwd=where,
-        env={**os.environ, "REKINDLE_MEMORY": str(memory), "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
+    environment = {**os.environ, "REKINDLE_MEMORY": str(memory), "PATH": path}
+    done = forked.run(forked.Code("\n".join(code)), cwd=where, env=environment, timeout=170)
     assert done.returncode == 0, done.stderr
 
 
