@@ -20,6 +20,7 @@ from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.save import saver
 from rekindle.storage.catalog import list_checkpoints
 from rekindle.storage.posix import PosixStore
+from tests import forked
 from tests.faults.harness import wait_for
 
 
@@ -275,14 +276,16 @@ def test_a_second_trainer_of_the_same_rank_is_refused(
     code = (
         "import sys, torch, rekindle\n"
         "ckpt = rekindle.Checkpointer(sys.argv[1], {'model': torch.nn.Linear(2, 2)})\n"
-        "print('there', flush=True); sys.stdin.read(); ckpt.close()\n"
+        "print('there', flush=True); open(sys.argv[2]).read(); ckpt.close()\n"
     )
-    pipe = subprocess.PIPE
-    other = subprocess.Popen([sys.executable, "-c", code, str(root)], stdin=pipe, stdout=pipe, text=True)
+    go_on = root.with_name("go_on")
+    os.mkfifo(go_on)
+    other = forked.Program(forked.Code(code), root, go_on)
     assert other.stdout is not None and other.stdout.readline() == "there\n"
     with pytest.raises(rekindle.BusyError, match=f"process {other.pid} on this node: end it, or"):
         rekindle.Checkpointer(root, Training().state)
     assert f"process {other.pid} on this node; waiting 0 s for it to end" in caplog.text
+    go_on.open("w").close()
     other.communicate(timeout=60)
     assert other.returncode == 0
 
@@ -409,7 +412,7 @@ def test_a_forked_child_does_not_wait_at_its_end_for_what_its_parent_writes(root
         "if late: os.kill(child, 9)\n"
         "os._exit(late)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code, str(root)], timeout=100).returncode == 0
+    assert forked.run(forked.Code(code), root, timeout=100).returncode == 0
 
 
 @pytest.mark.parametrize("how", ["refuses", "hangs"])
