@@ -1,4 +1,4 @@
-"""Calls of a save, its drain and its tidying that fail: a twentieth of those that ``python -m tests.trouble`` plays."""
+"""Calls of a save, its drain and its tidying that fail: a part of those that ``python -m tests.trouble`` plays."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     shutil.rmtree(place, ignore_errors=True)
 
 
+@pytest.mark.parametrize("every", [40, pytest.param(10, marks=pytest.mark.campaign(seconds=5))])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_call_that_fails_costs_nothing(place: str, kind: str, worker: Worker) -> None:
-    for cell in worker.cells(place, kind, every=20, offset=KINDS.index(kind)):
+def test_a_call_that_fails_costs_nothing(place: str, kind: str, every: int, worker: Worker) -> None:
+    for cell in worker.cells(place, kind, every, offset=KINDS.index(kind)):
         outcome = worker.play(cell)
         assert not outcome.wrong, f"{cell}: {outcome.wrong}; it said {outcome.alarms}"
         assert outcome.fired, f"{cell}: was never reached"

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from rekindle.format.names import MANIFEST, step_dir
 from rekindle.format.receipt import _PREFIX, checksum
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.storage.listing import list_copies_within
+from tests import forked
 from tests.faults.harness import end_agent, wait_for
 from tests.fork_server import run_and_kill
 from tests.stored import newest, sound
@@ -63,8 +63,7 @@ def test_an_old_step_that_cant_be_read_is_in_nobodys_way(root: Path, memory: Pat
         wait_for(lambda: [entry.step for entry in later.checkpoints()] == [5, 4, 3])  # it is pruned after that
         later.close(timeout=30)
         for command in ("ls", "verify"):
-            asked = [sys.executable, "-m", "rekindle", command, str(root), "--json"]
-            done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+            done = forked.run("rekindle", command, root, "--json", timeout=60)
             assert {entry["step"]: entry["condition"] for entry in json.loads(done.stdout)}[1] == "damaged"
             assert "step-0000000001/checkpoint.json" in done.stderr + done.stdout
 
@@ -339,12 +338,11 @@ def test_nobody_writes_a_deleted_run_anew_while_it_is_not_trained(
     drainer = Drainer(job)
     assert not drainer.tick() and "was deleted" in str(drainer.progress.given_up)
     assert drainer.pending() is None, "the agent may leave, when its time has come"
-    stop = [sys.executable, "-m", "rekindle", "stop", str(root)]
-    refused = subprocess.run(stop, capture_output=True, text=True, timeout=60, check=False)
+    refused = forked.run("rekindle", "stop", root, timeout=60)
     assert refused.returncode == rekindle.NotDurableError.exit_code
     assert "was deleted, and memory still has steps [" in refused.stderr and "stop --discard" in refused.stderr
     assert job.path.exists() and not root.exists()
-    done = subprocess.run([*stop, "--discard"], capture_output=True, text=True, timeout=60, check=False)
+    done = forked.run("rekindle", "stop", root, "--discard", timeout=60)
     assert done.returncode == 0 and not job.path.exists() and not root.exists()
 
 

@@ -18,6 +18,7 @@ import torch
 import rekindle
 from rekindle.common.failpoints import POINTS
 from rekindle.memory.job_dir import JobDir, memory_base
+from tests import forked
 from tests.faults.harness import Run, digest_of, finish, leftovers, restored, start, train, wait_for
 from tests.stored import sound
 
@@ -36,10 +37,8 @@ first = ckpt.restore()
 def run_script(
     body: str, root: Path, steps: int = 40, size: int = 1000, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", _TRAINER + body, str(root), str(steps), str(size)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **env}, cwd=REPO
-    )
+    program = forked.Code(_TRAINER + body)
+    return forked.run(program, root, steps, size, timeout=60, env={**os.environ, **env}, cwd=REPO)
 
 
 @pytest.mark.campaign(seconds=10)
@@ -238,12 +237,11 @@ def test_a_truncated_status_page_does_not_end_rekindle_status(root: Path, memory
         assert guard.connected(20)
         agent = job.agent()
         os.truncate(job.paths.status_page(0), 0)
-        command = [sys.executable, "-m", "rekindle", "status", str(root), "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        done = forked.run("rekindle", "status", root, "--json", timeout=100)
         assert done.returncode == 0, done.stderr
         time.sleep(0.3)  # the agent looks a hundred times a second
         ckpt.step(2)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        done = forked.run("rekindle", "status", root, "--json", timeout=100)
         assert done.returncode == 0 and '"step": 2' in done.stdout
         assert job.agent() == agent
     ckpt.close(timeout=20)
