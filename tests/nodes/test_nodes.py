@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.nodes.cases import CASES, Unbroken, judge, play
 from tests.nodes.outcome import Outcome
 
@@ -15,6 +17,7 @@ def outcome_of(name: str, kind: str, unbroken: Unbroken, directory: Path) -> Out
     return out
 
 
+@pytest.mark.campaign(seconds=15)
 def test_both_nodes_name_the_rank_that_was_killed(unbroken: Unbroken, tmp_path: Path) -> None:
     out = outcome_of("one rank killed", "ddp", unbroken, tmp_path)
     assert out.noticed.keys() == {"nodea", "nodeb"}
