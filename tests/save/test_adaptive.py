@@ -104,7 +104,13 @@ class Ranks:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize(("base", "cost"), [(0.06, 0.03), (0.06, 0.115), (1.0, 0.015), (0.004, 0.4), (20.0, 5.0)])
+@pytest.mark.parametrize(
+    ("base", "cost"),
+    [
+        *((0.06, 0.03), (0.06, 0.115), (1.0, 0.015), (20.0, 5.0)),
+        pytest.param(0.004, 0.4, marks=pytest.mark.campaign(seconds=6)),
+    ],
+)
 def test_the_budget_holds_from_the_first_second_on(base: float, cost: float, world: int) -> None:
     """Each snapshot has been paid for when the next one comes; the first one is there after the first step."""
     job = Ranks(base, cost, world, copying=cost)

@@ -46,7 +46,7 @@ def begin(root: Path, width: int, **options: Any) -> tuple[rekindle.Checkpointer
     return ckpt, model, optimizer
 
 
-@pytest.mark.parametrize("overlap", ["auto", False])
+@pytest.mark.parametrize("overlap", ["auto", pytest.param(False, marks=pytest.mark.campaign(seconds=6))])
 def test_a_large_state_has_snapshots_that_the_budget_pays_for(
     overlap: Any, root: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 
 import rekindle
 from rekindle.memory.job_dir import JobDir, memory_base
+from tests import forked
 from tests.faults.harness import wait_for
 from tests.test_checkpointer import Training, go
 
@@ -82,7 +81,7 @@ def test_without_memory_the_end_of_the_process_waits_for_what_is_being_written(r
         "    ckpt.restore(); ckpt.step(1)\n"
         "    raise SystemExit(3)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(root)], timeout=100, capture_output=True, text=True)
+    done = forked.run(forked.Code(code), root, timeout=100)
     assert done.returncode == 3
     assert "left by SystemExit" in done.stderr and "still writing to storage, and waits for that" in done.stderr
     assert (root / "step-0000000001" / "checkpoint.json").exists()

@@ -21,6 +21,7 @@ from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.save import pending as completing
 from rekindle.save.copy import Copying
 from rekindle.save.pending import Changed
+from tests import forked
 from tests.faults.harness import wait_for
 from tests.save.overlapped import Adversaries, pending_of, snapshot_of, wait_for_memory
 
@@ -136,8 +137,7 @@ def test_memory_of_a_transposed_tensor_that_is_resized_before_the_copy_costs_the
     nbytes: int, root: Path, memory: Path
 ) -> None:
     """Whether it has gone, is too small, or lies elsewhere with other values."""
-    command = [sys.executable, "-c", RESIZES, str(root), str(memory), str(nbytes)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = forked.run(forked.Code(RESIZES), root, memory, nbytes, timeout=120)
     assert (done.returncode, done.stdout.split()) == (0, ["1"]), done.stderr
     assert "freed or resized before it was copied" in done.stderr
 

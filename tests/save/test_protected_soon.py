@@ -61,6 +61,7 @@ def floor(place: Path) -> float:
     return time.process_time() - began
 
 
+@pytest.mark.campaign(seconds=10)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="tmpfs is Linux's")
 def test_three_slots_are_ready_within_seconds_beside_busy_cores(
     root: Path, memory: Path, busy: list[int], caplog: pytest.LogCaptureFixture
