@@ -286,7 +286,7 @@ def test_a_second_trainer_of_the_same_rank_is_refused(
         rekindle.Checkpointer(root, Training().state)
     assert f"process {other.pid} on this node; waiting 0 s for it to end" in caplog.text
     go_on.open("w").close()
-    other.communicate(timeout=60)
+    other.communicate(timeout=100)
     assert other.returncode == 0
 
 
@@ -374,7 +374,7 @@ def test_nothing_of_it_needs_a_terminal_or_a_home(root: Path, memory: Path) -> N
     )
     env = {"PATH": os.environ["PATH"], "REKINDLE_MEMORY": str(memory)}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(root)], env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=60
+        [sys.executable, "-c", code, str(root)], env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=150
     )
     assert done.returncode == 0, done.stderr
 

@@ -130,7 +130,7 @@ def stages_of_one_name(rank: int, world: int, place: Path, how: str) -> dict[str
     return {"expected": expected, "found": digest(whole)}
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("how", [pytest.param("ddp", marks=pytest.mark.campaign(seconds=6)), "fsdp2"])
 def test_stages_that_use_one_name_for_different_layers(how: str, tmp_path: Path) -> None:
     import torch
 

@@ -19,13 +19,20 @@ from tests.parallel.truth import differences
 from tests.parallel.written import Written, read
 
 SHORT = list(short_cells())
-MORE = {kind: [pytest.mark.campaign(seconds=10)] for kind in ("fsdp2+tp", "hsdp", "tp")}
-"""Kinds that take long to save. Some of the others are restored as these."""
-SAVERS = [pytest.param(*one, marks=MORE.get(one[0], [])) for one in sorted({(cell.kind, cell.ranks) for cell in SHORT})]
+SLOW = ("fsdp2+tp", "hsdp", "tp")
+"""Kinds that take long: saved in campaigns alone, and restored there but for the first."""
+SAVERS = [
+    pytest.param(kind, ranks, marks=[pytest.mark.campaign(seconds=10)] * (kind in SLOW))
+    for kind, ranks in sorted({(cell.kind, cell.ranks) for cell in SHORT})
+]
 Get = Callable[[str, int], Saved]
 
 
-@pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell), marks=MORE.get(cell.kind, [])) for cell in SHORT])
+def marks_of(cell: Cell) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.campaign(seconds=10)] * (cell.kind in SLOW or cell.new_kind in SLOW[1:])
+
+
+@pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell), marks=marks_of(cell)) for cell in SHORT])
 def test_every_bit_comes_back(cell: Cell, saved_by: Get, tmp_path: Path, memory: Path) -> None:
     saved = saved_by(cell.kind, cell.ranks)
     assert judge(cell, saved, resume(saved, cell.new_kind, cell.new_ranks, cell.place, tmp_path, memory)) == []

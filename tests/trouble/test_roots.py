@@ -63,7 +63,7 @@ def test_an_old_step_that_cant_be_read_is_in_nobodys_way(root: Path, memory: Pat
         wait_for(lambda: [entry.step for entry in later.checkpoints()] == [5, 4, 3])  # it is pruned after that
         later.close(timeout=30)
         for command in ("ls", "verify"):
-            done = forked.run("rekindle", command, root, "--json", timeout=60)
+            done = forked.run("rekindle", command, root, "--json", timeout=100)
             assert {entry["step"]: entry["condition"] for entry in json.loads(done.stdout)}[1] == "damaged"
             assert "step-0000000001/checkpoint.json" in done.stderr + done.stdout
 
@@ -157,7 +157,7 @@ def test_a_root_that_becomes_read_only(memory: Path, mounted: Callable[..., Path
     job = JobDir.of(root, memory_base(memory))
     assert "mount it writable again" in wait_for(job.notes.drain_error, what="an alarm")
     subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
-    ckpt.close(timeout=40)
+    ckpt.close(timeout=60)
     assert ckpt.metrics.failed == 0 and newest(root) == 5
 
 
@@ -271,7 +271,7 @@ def _train_to_six(root: Path, memory: Path) -> None:
             ckpt.save(step, wait="durable", timeout=30)
         else:
             ckpt.step(step)
-    ckpt._saver.secure(20)
+    ckpt._saver.secure(60)
 
 
 def killed(root: Path, memory: Path) -> JobDir:
@@ -338,11 +338,11 @@ def test_nobody_writes_a_deleted_run_anew_while_it_is_not_trained(
     drainer = Drainer(job)
     assert not drainer.tick() and "was deleted" in str(drainer.progress.given_up)
     assert drainer.pending() is None, "the agent may leave, when its time has come"
-    refused = forked.run("rekindle", "stop", root, timeout=60)
+    refused = forked.run("rekindle", "stop", root, timeout=100)
     assert refused.returncode == rekindle.NotDurableError.exit_code
     assert "was deleted, and memory still has steps [" in refused.stderr and "stop --discard" in refused.stderr
     assert job.path.exists() and not root.exists()
-    done = forked.run("rekindle", "stop", root, "--discard", timeout=60)
+    done = forked.run("rekindle", "stop", root, "--discard", timeout=100)
     assert done.returncode == 0 and not job.path.exists() and not root.exists()
 
 
@@ -406,7 +406,7 @@ def _begin_anew(root: Path, memory: Path) -> None:
     assert ckpt.restore() == 0
     weights.fill_(5)
     ckpt.step(5)
-    ckpt._saver.secure(20)
+    ckpt._saver.secure(60)
     end_agent(JobDir.of(root, memory_base(memory)))
 
 

@@ -38,7 +38,7 @@ def run_script(
     body: str, root: Path, steps: int = 40, size: int = 1000, **env: str
 ) -> subprocess.CompletedProcess[str]:
     program = forked.Code(_TRAINER + body)
-    return forked.run(program, root, steps, size, timeout=60, env={**os.environ, **env}, cwd=REPO)
+    return forked.run(program, root, steps, size, timeout=150, env={**os.environ, **env}, cwd=REPO)
 
 
 @pytest.mark.campaign(seconds=10)
@@ -62,9 +62,9 @@ for step in range(first + 1, steps + 1):
     weights.fill_(step)
     ckpt.step(step)
     time.sleep(0.02)
-ckpt.save(steps, wait="durable", timeout=20)
+ckpt.save(steps, wait="durable", timeout=60)
 print(ckpt.metrics)
-ckpt.close(timeout=20)
+ckpt.close(timeout=60)
 """
     done = run_script(body, root)
     assert done.returncode == 0, done.stderr
@@ -160,8 +160,8 @@ for step in range(first + 1, steps + 1):
     weights.fill_(step)
     ckpt.step(step)
     time.sleep(0.02)
-ckpt.save(steps, wait="durable", timeout=20)
-ckpt.close(timeout=20)
+ckpt.save(steps, wait="durable", timeout=60)
+ckpt.close(timeout=60)
 print("failed", ckpt.metrics.failed)
 """
     jump = {"LD_PRELOAD": str(library), "JUMP": str(clock)}  # the agent's clock jumps too
@@ -234,7 +234,7 @@ def test_a_truncated_status_page_does_not_end_rekindle_status(root: Path, memory
     ckpt.restore()
     with ckpt.guard() as guard:
         ckpt.step(1)
-        assert guard.connected(20)
+        assert guard.connected(60)
         agent = job.agent()
         os.truncate(job.paths.status_page(0), 0)
         done = forked.run("rekindle", "status", root, "--json", timeout=100)
@@ -244,7 +244,7 @@ def test_a_truncated_status_page_does_not_end_rekindle_status(root: Path, memory
         done = forked.run("rekindle", "status", root, "--json", timeout=100)
         assert done.returncode == 0 and '"step": 2' in done.stdout
         assert job.agent() == agent
-    ckpt.close(timeout=20)
+    ckpt.close(timeout=60)
 
 
 def test_every_failpoint_of_the_product_is_killed_at() -> None:
