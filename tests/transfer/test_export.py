@@ -25,6 +25,7 @@ from rekindle.storage.catalog import find_copies
 from rekindle.storage.posix import PosixStore
 from rekindle.transfer.exporting import export
 from rekindle.transfer.progress import Progress
+from tests import forked
 from tests.transfer.helpers import FORMATS, Piece, Rank, all_of, box_of, done, named, run, taken_in, write
 
 W = torch.arange(24.0).view(6, 4)
@@ -117,13 +118,12 @@ def test_two_at_a_time_do_not_meet(halves: Path, root: Path, tmp_path: Path) -> 
 def test_one_that_is_killed_leaves_no_name_and_no_obstacle(root: Path, memory: Path, tmp_path: Path) -> None:
     big = torch.zeros(24 << 20)
     write(root, [Rank([all_of("model.w", big)], named("model.w"))])
-    command = [sys.executable, "-m", "rekindle", "export", root, tmp_path / "out", "--format", "dcp"]
-    process = subprocess.Popen(command)
+    process = forked.Program("rekindle", "export", root, tmp_path / "out", "--format", "dcp")
     while not (tmp_path / ".out.tmp").exists():
         assert process.poll() is None
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    assert process.wait(100) == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     done("export", root, tmp_path / "out", "--format", "dcp")
     assert set(os.listdir(tmp_path)) == {root.name, "out"}

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 import rekindle
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.transfer.importing import import_checkpoint
+from tests import forked
 from tests.transfer.helpers import FORMATS, Rank, all_of, assert_same, done, named, restored, run, same, taken_in, write
 from tests.transfer.test_export import Counted, refused
 from tests.unreadable import unreadable
@@ -210,6 +211,7 @@ def by_dcp(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp\n"
         "from torch.distributed.device_mesh import init_device_mesh\n"
         "from torch.distributed.tensor import Shard, distribute_tensor\n"
+        "dist.init_process_group('gloo', init_method=sys.argv[2], rank=int(sys.argv[3]), world_size=2)\n"
         "mesh = init_device_mesh('cpu', (2,))\n"
         "sharded = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Shard(1)])\n"
         "kept = {'momentum': torch.ones(3), 'n': 7}\n"
@@ -220,11 +222,10 @@ def by_dcp(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dist.barrier()\n"
         "os._exit(0)\n"  # torch's threads may otherwise end the process by an abort
     )
-    script = out.parent / "save.py"
-    script.write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, out]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert finished.returncode == 0, finished.stderr
+    meeting = f"file://{out.parent}/met"
+    ranks = [forked.Program(forked.Code(code), out, meeting, rank) for rank in range(2)]
+    told = [process.communicate(timeout=100) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], told
     return out
 
 
