@@ -22,7 +22,7 @@ import torch.distributed as dist
 import rekindle
 dist.init_process_group("gloo")
 rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-left = store.add("starts", 1)  # the first rank's answer is 1, the other one's 2
+left = store.add("starts", 1)  # the first rank's answer is 1, that of another one 2
 ckpt = rekindle.Checkpointer(sys.argv[1], {"model": __import__("torch").nn.Linear(2, 2)})
 step = ckpt.restore() + 1
 dist.barrier()
@@ -30,7 +30,7 @@ ckpt.save(step, wait="memory")
 with open(f"starts-{rank}", "a") as notes:
     print(left, os.environ["MASTER_PORT"], os.getpid(), file=notes, flush=True)
 if step <= KILLS:
-    if rank == 1:
+    if rank == dist.get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
 ckpt.close()
@@ -38,24 +38,27 @@ ckpt.close()
 
 
 @pytest.mark.parametrize(
-    ("options", "setting", "kills"), [(("--no-warm",), "0", 1), pytest.param((), "", 2, marks=pytest.mark.campaign(20))]
+    ("options", "setting", "ranks", "kills"),
+    [(("--no-warm",), "0", 1, 1), pytest.param((), "", 2, 2, marks=pytest.mark.campaign(20))],
 )
 def test_ranks_that_are_started_again_find_a_new_store(
-    tmp_path: Path, options: tuple[str, ...], setting: str, kills: int
+    tmp_path: Path, options: tuple[str, ...], setting: str, ranks: int, kills: int
 ) -> None:
-    """Whatever torch does with its own setting: rank 1 is killed in some starts, as soon as it has made a step."""
+    """Whatever torch does with its own setting: the last rank is killed in some starts, once it has made a step."""
     script = tmp_path / "train.py"
     script.write_text(KILLED_AT_ONCE.replace("KILLS", str(kills)))
     kept = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": setting, "OMP_NUM_THREADS": "1"}
-    with Launcher(tmp_path, *options, "--nproc-per-node=2", script, "root", **kept) as launcher:
+    with Launcher(tmp_path, *options, f"--nproc-per-node={ranks}", script, "root", **kept) as launcher:
         assert launcher.process.wait(150) == 0, launcher.output
         launcher.read_out()
     assert len(launcher.restarts) == kills, "one for each kill"
     assert all("was killed by SIGKILL" in line for line in launcher.restarts), launcher.output
     assert "reuses its store" not in launcher.output and "one store for all starts" not in launcher.output
-    notes = [[line.split() for line in (tmp_path / f"starts-{rank}").read_text().splitlines()] for rank in (0, 1)]
+    notes = [[line.split() for line in (tmp_path / f"starts-{rank}").read_text().splitlines()] for rank in range(ranks)]
     starts = [{int(words[0]) for words in each} for each in zip(*notes, strict=True)]
-    assert starts == [{1, 2}] * (kills + 1), "what the ranks of a start find in their store is their own"
+    assert starts == [{*range(1, ranks + 1)}] * (kills + 1), (
+        "what the ranks of a start find in their store is their own"
+    )
     assert all(len({words[1] for words in each}) == 1 for each in zip(*notes, strict=True)), "and it is the same one"
 
 

@@ -192,7 +192,8 @@ def test_a_launcher_whose_lines_nobody_gets_goes_on(script: Path, memory: Path, 
 def test_a_hangup_that_is_ignored_ends_nothing(script: Path, memory: Path) -> None:
     """nohup ignores it, and torchrun alone would take it for an order to end."""
     script.write_text("import os, signal\nos.write(1, b'start\\n')\nos.kill(os.getppid(), signal.SIGHUP)\n")
-    done = subprocess.run(["nohup", *COMMAND, str(script)], capture_output=True, text=True, timeout=200)
+    nohup = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\nfrom rekindle.cli.main import main\nmain()\n"
+    done = forked.run(forked.Code(nohup), "run", "--standalone", script, timeout=200)
     assert done.returncode == 0 and starts(done) == 1, done.stderr
 
 
@@ -251,11 +252,10 @@ def test_a_second_signal_ends_the_launcher_at_once(script: Path, memory: Path) -
         "from rekindle.cli.main import main\n"
         "main()\n"
     )
-    command = [sys.executable, "-c", hanging, "run", "--standalone", str(script)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None and launcher.stdout.readline() == "asking\n"
-        launcher.send_signal(signal.SIGINT)
-        _, told = launcher.communicate(timeout=100)
+    launcher = forked.Program(forked.Code(hanging), "run", "--standalone", script)
+    assert launcher.stdout is not None and launcher.stdout.readline() == "asking\n"
+    launcher.send_signal(signal.SIGINT)
+    _, told = launcher.communicate(timeout=100)
     assert launcher.returncode == 130, told
     assert told.splitlines()[-1] == "rekindle: ended by SIGINT", "and no traceback of the launcher's"
 
