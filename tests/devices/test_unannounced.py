@@ -15,7 +15,9 @@ import torch
 import rekindle
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.save import to_memory
+from rekindle.save.plan import Unit
 from rekindle.save.progress import KEPT
+from rekindle.save.witness import Witness
 from tests.devices.fake import DEVICE, FakeBackend
 from tests.devices.faulty import Job, check_shard
 from tests.devices.training import Training, add
@@ -194,6 +196,37 @@ def test_all_bytes_are_compared_for_the_first_snapshots_and_by_verify(
     run.ckpt._saver.conclude()
     assert snapshot_of(run.job, number).exists() != found and run.ckpt.metrics.failed == found
     run.ckpt.close()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_copy_that_is_not_what_the_device_held_is_torn(device: FakeBackend, exact: bool) -> None:
+    """What was swapped in for the time of the copy, and out again, shows in no second look."""
+    ones = torch.ones(1 << 16)
+    tensors = [ones[:9], ones[1:9], ones[:64].view(8, 8).t(), ones, ones[:3].to(torch.bfloat16)]  # words of 4, 8, 2
+    device.own(*tensors)
+    at, units = 0, []
+    for number, tensor in enumerate(tensors):
+        units.append(Unit(tensor, tensor.data_ptr(), at, tensor.nbytes, number, tensor, 0, tensor.is_contiguous()))
+        at += tensor.nbytes + 64
+    shard = torch.zeros(at, dtype=torch.uint8)
+    for unit in units:
+        unit.view(shard.numpy(), 0).fill_(1)
+    witness = Witness(units)
+    look = witness.look(0, whole=exact)
+    device.settle()
+
+    def torn() -> list[int]:
+        return sorted(unit.block for unit in witness.torn(look, shard.data_ptr(), [], exact=exact))
+
+    assert torn() == []
+    unseen = units[3].view(shard.numpy(), 0)
+    unseen[77] = 7
+    assert torn() == ([3] if exact else [])
+    unseen[77] = 1
+    for number, unit in enumerate(units):
+        place = unit.view(shard.numpy(), 0).view(-1)
+        place[len(place) // 2 if unit.in_order and number != 3 else 0] = 7
+    assert torn() == [0, 1, 2, 3, 4]
 
 
 def test_one_of_the_later_snapshots_is_compared_byte_by_byte(

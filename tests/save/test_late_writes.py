@@ -247,6 +247,41 @@ def test_verify_finds_every_late_writer(
     ckpt.close()
 
 
+@pytest.mark.parametrize("overlap", [True, "verify"])
+def test_what_was_swapped_in_for_the_time_of_the_copy_and_out_again_is_not_offered(
+    overlap: Any, root: Path, memory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an average of the weights is, for an evaluation. Looks before and after see the same."""
+    training = Adversaries(1500)
+    ckpt = rekindle.Checkpointer(root, training.state, snapshot_every=1, persist_every=10**6, overlap=overlap)
+    job = JobDir.of(root, memory_base(memory))
+    ckpt.restore()
+    wait_for_memory(ckpt)
+    training.update()
+    ckpt.step(1)
+    training.update()
+    weight = training.two[2].weight
+    own = weight.detach().clone()
+    copy_all = Copying.help
+
+    def copy_while_swapped(copying: Copying) -> None:
+        weight.data.fill_(0.5)
+        copy_all(copying)
+        weight.data.copy_(own)
+
+    monkeypatch.setattr(Copying, "help", copy_while_swapped)
+    with caplog.at_level(logging.ERROR, "rekindle"):
+        ckpt.step(2)
+        pending = ckpt._saver.memory.pending
+        assert not pending.wait(60)
+        training.update()
+        ckpt.step(3)
+    assert isinstance(pending.error, Changed) and set(pending.error.names) == {"two.2.weight"}
+    assert not snapshot_of(job, 2).exists() and ckpt.metrics.failed == 1 and "two.2.weight" in caplog.text
+    assert snapshot_of(job, 3).exists(), "it is copied inside of step() from then on"
+    ckpt.close()
+
+
 def test_verify_raises_where_failures_are_to_be_raised(root: Path, memory: Path) -> None:
     training = Adversaries(64)
     ckpt = rekindle.Checkpointer(root, training.state, overlap="verify", strict=True)

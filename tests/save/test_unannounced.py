@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import rekindle
 from rekindle.errors import RekindleError
+from rekindle.format.receipt import checksum
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.save.plan import Unit
 from rekindle.save.witness import Witness
@@ -246,6 +247,39 @@ def test_a_look_finds_what_was_written_to(whole: bool) -> None:
     numbers = {id(unit): number for number, unit in enumerate(units)}
     assert [numbers[id(unit)] for unit in found] == [0, 1023, 1024, 2499, 2500, 2501, 2502]
     assert not witness.look(2, whole=whole).differing(witness.look(1, whole=whole))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_copy_that_is_not_what_was_seen_is_torn(exact: bool) -> None:
+    """Of all kinds: small, in several places, transposed, conjugated, larger than what has one checksum."""
+    tensors = [torch.full((n % 9 + 1,), 3.0, dtype=torch.float64) for n in range(1100)]
+    tensors += [
+        torch.ones(1 << 16),
+        torch.ones(64, 64).t(),
+        torch.full((8,), 2 + 1j).conj(),
+        torch.ones(2100, 2100).t(),
+    ]
+    at, units = 0, []
+    for number, tensor in enumerate(tensors):
+        units.append(Unit(tensor, tensor.data_ptr(), at, tensor.nbytes, number, tensor, 0, tensor.is_contiguous()))
+        at += tensor.nbytes + 64
+    shard = torch.zeros(at, dtype=torch.uint8)
+    for unit in units:
+        unit.view(shard.numpy(), 0).copy_(unit.source.resolve_conj())
+    witness = Witness(units)
+    look = witness.look(0, whole=exact)
+
+    def torn() -> list[int]:
+        data = [memoryview(shard.numpy())[unit.start : unit.start + unit.nbytes] for unit in units]
+        found = witness.torn(look, shard.data_ptr(), [checksum(part) for part in data], exact=exact)
+        return sorted(unit.block for unit in found)
+
+    assert torn() == []
+    for number, place in ((0, 0), (1023, 2), (1024, 4), (1099, 0), (1100, 1 << 15), (1101, 0), (1103, 0)):
+        units[number].view(shard.numpy(), 0).view(-1)[place] = 7
+    assert torn() == [0, 1023, 1024, 1099, 1100, 1101, 1103]
+    units[2].view(shard.numpy(), 0)[2] = 7  # of 24 bytes, of which a look takes 16
+    assert torn() == [0, *([2] if exact else []), 1023, 1024, 1099, 1100, 1101, 1103]
 
 
 def test_a_look_at_memory_that_has_gone_is_refused() -> None:

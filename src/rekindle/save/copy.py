@@ -137,7 +137,8 @@ class Copying:
 
     ``early`` comes first, by the thread that trains. Then any threads may call the others, at the same time too.
     Failures are raised by ``hold_update`` and ``finish``. A ``witness`` looks at what is copied late before the first
-    copy and behind the last one, at all of it with ``whole``.
+    copy and behind the last one, at all of it with ``whole``, and compares the copy with the first look, all of it with
+    ``exact``.
     """
 
     def __init__(
@@ -149,9 +150,10 @@ class Copying:
         witness: Witness | None = None,
         *,
         whole: bool = False,
+        exact: bool = False,
     ) -> None:
         self._writer, self._plan, self.target, self._step = writer, plan, target, step
-        self.witness, self._whole = witness, whole
+        self.witness, self._whole, self._exact = witness, whole, exact
         self.before: Look | None = None
         """Look of the witness before the first copy."""
         self._after: Look | None = None
@@ -229,7 +231,11 @@ class Copying:
 
     def changed(self) -> set[str]:
         """Returns the tensors that were changed while they were copied, once ``finish`` has seen all of them arrive."""
-        return {name for look in self._look_again() for name in self._names(look)}
+        found = [unit for look in self._look_again() for unit in self._differing(look)]
+        if self.witness is not None:
+            assert self.before is not None
+            found += self.witness.torn(self.before, self.target.address, self._sums, exact=self._exact)
+        return self._names(found)
 
     def look_at_update(self) -> None:
         """Look once more, on the caller's streams, before the first update: ``changed_later`` tells what was found."""
@@ -238,11 +244,14 @@ class Copying:
 
     def changed_later(self) -> set[str]:
         """Returns the tensors that were changed until ``look_at_update``, the copy being right or not."""
-        return self._names(self._at_update) if self._at_update is not None else set()
+        return self._names(self._differing(self._at_update)) if self._at_update is not None else set()
 
-    def _names(self, later: Look) -> set[str]:
+    def _differing(self, later: Look) -> list[Unit]:
         assert self.before is not None
-        return {self._plan.layout.tensor_of(unit.block) for unit in later.differing(self.before)}
+        return later.differing(self.before)
+
+    def _names(self, units: Iterable[Unit]) -> set[str]:
+        return {self._plan.layout.tensor_of(unit.block) for unit in units}
 
     def finish(self) -> list[str]:
         """Returns the checksums of everything, once it is in the buffer."""
@@ -358,10 +367,11 @@ class ShardWriter:
         witness: Witness | None = None,
         *,
         whole: bool = False,
+        exact: bool = False,
     ) -> Copying:
         """Begin to fill ``buffer``, of at least ``plan.layout.file_bytes`` bytes. What may change at once is copied."""
         target = cache if isinstance(cache, _Target) and cache.plan is plan else self._target(plan, buffer)
-        copying = Copying(self, plan, target, step, witness, whole=whole)
+        copying = Copying(self, plan, target, step, witness, whole=whole, exact=exact)
         copying.early()
         return copying
 

@@ -112,11 +112,11 @@ class MemorySaver:
     def _begin(self, plan: CopyPlan, slot: Slot, step: int, witness: Witness | None) -> Copying:
         """Begin the copy: beside training, with a ``witness``, or inside of ``step()``."""
         assert slot.map is not None
-        whole = self._overlap == "verify"
+        whole = exact = self._overlap == "verify"
         if witness is not None:
             whole |= bool(plan.devices) and (self._looks < _FIRST or self._looks % _EVERY == 0)
             self._looks += 1
-        copying = self._live.writer.start(plan, slot.map, slot.cache, step, witness, whole=whole)
+        copying = self._live.writer.start(plan, slot.map, slot.cache, step, witness, whole=whole, exact=exact)
         slot.cache = copying.target
         if witness is not None and copying.before is not None:
             self._seen = _Seen(copying.before, whole, witness, step, self._fence.updates)
