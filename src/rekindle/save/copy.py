@@ -37,8 +37,8 @@ from rekindle.devices.table import enter, has_queues
 from rekindle.errors import RekindleError
 from rekindle.format.layout import BLOCK
 from rekindle.format.receipt import checksum
-from rekindle.save.device_copies import DeviceCopies, require_in_place
-from rekindle.save.plan import Batch, CopyPlan, Unit
+from rekindle.save.device_copies import DeviceCopies
+from rekindle.save.plan import Batch, CopyPlan, MovedError, Unit, require_in_place
 from rekindle.save.witness import PLACES, Look, Witness
 
 __all__ = ["BEFORE", "Copying", "ShardWriter"]
@@ -332,7 +332,7 @@ def _move(unit: Unit, target: _Target) -> str:
     state = xxhash.xxh3_64()
     for at in range(start, stop, _PIECE):
         if where() != first:  # reading on would end the process
-            raise RekindleError("a tensor's memory was freed or resized while it was being copied")
+            raise MovedError([unit])
         end = min(at + _PIECE, stop)
         ctypes.memmove(target.address + at, unit.address + at - start, end - at)
         state.update(target.data[at:end])

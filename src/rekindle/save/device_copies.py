@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from rekindle.common.flag import Flag
 from rekindle.devices.batches import AHEAD
 from rekindle.devices.events import Event
-from rekindle.errors import RekindleError
-from rekindle.save.plan import Batch, Unit
+from rekindle.save.plan import Batch, require_in_place
 from rekindle.save.witness import Look
 
-__all__ = ["DeviceCopies", "require_in_place"]
+__all__ = ["DeviceCopies"]
 
 _SHARE = 0.8
 """Share of the time until the next update over which copies are spread: the rest is for a step that takes less."""
@@ -80,9 +79,3 @@ class DeviceCopies:
         """Returns the end of the last copy on each device."""
         found: dict[torch.device, Event] = {event.device: event for event in self._events}
         return list(found.values())
-
-
-def require_in_place(units: Iterable[Unit]) -> None:
-    """Raises RekindleError if a tensor's memory is not where it was: somebody else's bytes may be there by now."""
-    if any(unit.moved for unit in units):
-        raise RekindleError("a tensor's memory was freed or resized before it was copied")

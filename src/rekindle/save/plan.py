@@ -11,13 +11,14 @@ import torch
 
 from rekindle.devices.batches import DEVICE_BATCH
 from rekindle.devices.table import device_of, has_queues, is_host
+from rekindle.errors import RekindleError
 from rekindle.format.boxes import Box
 from rekindle.format.layout import Chunk, Layout, block_ranges
 from rekindle.format.receipt import Receipt
 from rekindle.memory.pages import AT_ONCE
 from rekindle.state.traits import Traits
 
-__all__ = ["IN_STEP", "Batch", "Piece", "CopyPlan", "Unit", "batches", "in_batches"]
+__all__ = ["IN_STEP", "Batch", "CopyPlan", "MovedError", "Piece", "Unit", "batches", "in_batches", "require_in_place"]
 
 IN_STEP = AT_ONCE
 """Bytes of a rank's snapshot up to which ``step()`` copies and commits all of it itself, if all of it is on the host.
@@ -68,6 +69,21 @@ class Unit:
         count = self.nbytes // self.source.itemsize
         flat = torch.frombuffer(buffer, dtype=self.source.dtype, count=count, offset=base + self.start)
         return flat if self.in_order else flat.view(self.source.shape)
+
+
+class MovedError(RekindleError):
+    """Memory of ``units`` was freed, resized or offloaded between a step and the next update, while it was copied."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self.units = list(units)
+        super().__init__("a tensor's memory was freed or resized between ckpt.step() and the next update")
+
+
+def require_in_place(units: Iterable[Unit]) -> None:
+    """Raises MovedError if a tensor's memory is not where it was: somebody else's bytes may be there by now."""
+    moved = [unit for unit in units if unit.moved]
+    if moved:
+        raise MovedError(moved)
 
 
 @dataclass(frozen=True)

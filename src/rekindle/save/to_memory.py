@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,15 +18,17 @@ from rekindle.memory.lock import Lock
 from rekindle.memory.slot import Slot
 from rekindle.memory.slots import NotReadyError, Slots
 from rekindle.save.copy import BEFORE, Copying
-from rekindle.save.fence import Fence
+from rekindle.save.fence import Fence, some_of
 from rekindle.save.live import Live
 from rekindle.save.pending import Changed, PendingSnapshot
-from rekindle.save.plan import CopyPlan
+from rekindle.save.plan import CopyPlan, MovedError
 from rekindle.save.progress import StateMoved
 from rekindle.save.witness import Look, Witness
 from rekindle.settings import Overlap
 
 __all__ = ["MemorySaver", "Pause"]
+
+log = logging.getLogger("rekindle")
 
 Pause = Callable[[str], AbstractContextManager[None]]
 """Lets the watchdog wait for what is named while the block runs."""
@@ -274,6 +277,10 @@ class MemorySaver:
         elif not pending.slot.lost:
             self._broken_off = True  # threads may still be writing into the slot
             self._live.capture.replan()
+        if isinstance(pending.error, MovedError):
+            names = {pending.plan.layout.tensor_of(unit.block) for unit in pending.error.units}
+            log.warning("%s: copied inside of step() from now on, as memory was freed or resized", some_of(names))
+            self._live.capture.copy_in_step(names)
         return pending
 
     def persist(self, newest: ShardId, *, pin: bool = False, metric: Metric | None = None) -> None:

@@ -26,7 +26,7 @@ from rekindle.devices.events import Event, record, wait_for_copy
 from rekindle.devices.table import device_of, is_host, require_backend
 from rekindle.errors import RekindleError
 from rekindle.format.layout import BLOCK
-from rekindle.save.plan import Unit
+from rekindle.save.plan import MovedError, Unit, require_in_place
 
 __all__ = ["PLACES", "Look", "Witness"]
 
@@ -138,7 +138,7 @@ class Witness:
         """Look at the host's units now. Queue a look at those of devices, on the stream that ``on`` makes current.
 
         ``only`` tells which devices, the host among them, to look at. Looks of one ``place``, of ``PLACES``, are kept
-        in the same memory. Raises RekindleError when a tensor's memory is not where it was.
+        in the same memory. Raises MovedError when a tensor's memory is not where it was.
         """
         seen: dict[tuple[torch.device, bool], _Seen] = {}
         for device, watched in self._watched.items():
@@ -200,12 +200,12 @@ class _Reader:
         weakref.finalize(self, os.close, self._file)
 
     def read(self, pieces: _Pieces) -> bytes:
-        """Returns the bytes of ``pieces``. Raises RekindleError when their memory is not there any more."""
+        """Returns the bytes of ``pieces``. Raises OSError when their memory is not there any more."""
         at = 0
         with self._using:
             for address, count, nbytes in pieces.calls:
                 if _libc.pwritev(self._file, address, count, at) != nbytes:
-                    raise RekindleError("a tensor's memory was freed or resized while it was being copied")
+                    raise OSError(ctypes.get_errno(), "memory can't be read")
                 at += nbytes
             return os.pread(self._file, at, 0)
 
@@ -219,7 +219,10 @@ class _Host:
         self._widths = [sum(nbytes for _, nbytes in _spans(unit)) for unit in units]
 
     def look(self, place: int) -> _Seen:
-        taken = self._reader.read(self._pieces)
+        try:
+            taken = self._reader.read(self._pieces)
+        except OSError:
+            raise MovedError(unit for unit in self._units if unit.moved) from None
         return _Seen(self._units, self._widths, lambda: taken)
 
     def add_up(self, place: int) -> _Seen:
@@ -275,8 +278,7 @@ class _Device:
         return self._seen(backend, near, far, self._units, [8] * len(self._units))
 
     def _backend(self) -> Backend:
-        if any(unit.moved for unit in self._units):
-            raise RekindleError("a tensor's memory was freed or resized before it was copied")
+        require_in_place(self._units)
         return require_backend(self._device)
 
     def _seen(
@@ -323,8 +325,7 @@ def _device_pieces(unit: Unit) -> list[torch.Tensor]:
 
 
 def _hash(unit: Unit) -> bytes:
-    if unit.moved:
-        raise RekindleError("a tensor's memory was freed or resized before it was copied")
+    require_in_place([unit])
     part = unit.part().detach().resolve_conj().resolve_neg().contiguous()
     return _hash_at(part.data_ptr(), unit.nbytes)
 
