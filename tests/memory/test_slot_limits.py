@@ -11,6 +11,7 @@ from rekindle.errors import MemoryStoreError
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import step_dir
 from rekindle.memory.job_dir import JobDir, memory_base
+from rekindle.memory.slots import Slots
 from rekindle.storage.verify import verify_shard
 from tests.conftest import make_shard
 from tests.memory.saved import (
@@ -23,8 +24,10 @@ from tests.memory.saved import (
     end,
     files,
     open_step,
+    run_until_killed,
     save,
     steps,
+    successor_of,
 )
 
 
@@ -165,6 +168,64 @@ def test_memory_that_somebody_else_fills_is_an_error_and_the_next_save_leaves_no
     assert steps(job) == [1, 3]
     assert not list(job.path.rglob("*.tmp"))
     assert sorted(path.name for path in job.path.glob("step-*")) == [step_dir(1), step_dir(3)]
+
+
+def marked(job: JobDir) -> list[tuple[int, bool]]:
+    return sorted((stamp.step, stamp.persist) for stamp, _ in job.snapshots.shard_ids())
+
+
+MARK = """
+import sys
+from pathlib import Path
+from rekindle.common.failpoints import arm
+from rekindle.memory.job_dir import JobDir
+from tests.memory.saved import save, alone
+from tests.memory.test_slot_limits import mark, fill
+
+job = JobDir(Path(sys.argv[1]))
+slots = alone(job)
+save(slots, 1, persist=False)
+save(slots, 2, persist=False)
+fill(job.path.parent / "filler")
+arm("save.receipt@2")
+mark(slots, 2)
+"""
+
+
+def mark(slots: Slots, step: int) -> None:
+    """Marks a committed snapshot for storage."""
+    stamp = ShardId(step, 0, 1, FIRST)
+    slots.write_receipt(stamp, make_shard(stamp, {"x": content(step)})[0].raw)
+
+
+def test_a_snapshot_in_full_memory_is_marked_for_storage_and_so_is_the_next_one(small_tmpfs):
+    base = small_tmpfs(1 << 20)
+    job = job_in(base)
+    slots = alone(job)
+    save(slots, 1, persist=False)
+    save(slots, 2, persist=False)
+    fill(base / "filler")
+    for step in (2, 1, 2):
+        mark(slots, step)
+    assert marked(job) == [(1, True), (2, True)]
+    for step in (3, 4):
+        save(slots, step, persist=False)
+        mark(slots, step)
+        assert marked(job) == [(step - 1, True), (step, True)]
+        assert_sound(job, step)
+    assert not list(job.path.rglob("*.tmp"))
+    job.snapshots.remove(0)
+    assert not list(job.path.rglob("rank-*"))
+
+
+def test_a_death_while_it_is_marked_in_full_memory_loses_nothing(small_tmpfs):
+    job = job_in(small_tmpfs(1 << 20))
+    run_until_killed(MARK, job)
+    assert marked(job) == [(1, False), (2, False)] and list(job.path.rglob("*.tmp"))
+    slots = successor_of(job)
+    assert marked(job) == [(1, False), (2, False)] and not list(job.path.rglob("*.tmp"))
+    mark(slots, 2)
+    assert_sound(job, 2)
 
 
 def fill(path: Path) -> None:

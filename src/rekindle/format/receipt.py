@@ -25,6 +25,7 @@ from rekindle.format.lineage import ShardId
 
 __all__ = [
     "CHECKSUM",
+    "STAMP_LIMIT",
     "VERSION",
     "Receipt",
     "checksum",
@@ -48,7 +49,7 @@ _PREFIX = re.compile(rb'\{"digest":"([0-9a-f]{16})",')
 _DIGEST_END = len('{"digest":"0123456789abcdef",')
 _MAX_SHARD_BYTES = 1 << 44
 """Most bytes of a shard, 16 TiB. A larger size is damage: no process holds as much in memory."""
-_STAMP_LIMIT = 1024
+STAMP_LIMIT = 1024
 """Bytes at the head of a document that hold its stamp, so that listing a store needs no whole receipt."""
 
 
@@ -140,12 +141,12 @@ def read_stamp(path: Path) -> ShardId:
     Raises FileNotFoundError when the file is gone, FormatError when it doesn't start with a sound stamp.
     """
     with open(open_file(path), "rb") as file:
-        return parse_stamp(file.read(_STAMP_LIMIT), path)
+        return parse_stamp(file.read(STAMP_LIMIT), path)
 
 
 def parse_stamp(data: bytes, path: Path) -> ShardId:
     """Returns what ``read_stamp`` does, from the bytes of the document at ``path``. Raises FormatError."""
-    head = data[:_STAMP_LIMIT]
+    head = data[:STAMP_LIMIT]
     text = head[_DIGEST_END:].decode("ascii", "replace")
     if not _PREFIX.match(head) or not text.startswith('"stamp":'):
         raise FormatError(f"{path}: does not start with a stamp")

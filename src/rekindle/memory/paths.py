@@ -13,6 +13,7 @@
         rank-00000.lock                  held by that rank's trainer while it lives
         rank-00000.status .costs         the rank's status page, and the page of what saving has cost it
         rank-00000.plan .small-0 -1 -u   the rank's local state, and the plan that describes its bytes
+        rank-00000.spare                 memory for one receipt, which takes the place of another when memory is full
         common  wanted                   the step that all nodes keep together; one that a save waits for
         cramped                          the start in which a save found no room beside the steps that all nodes keep
         third  third-asked               the start whose ranks make third slots; when a drain asked for them

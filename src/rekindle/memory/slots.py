@@ -30,7 +30,7 @@ from rekindle.memory.paths import matching
 from rekindle.memory.rank_room import RankRoom
 from rekindle.memory.recycling import Keeping, KeepRule, keep_own, not_durable
 from rekindle.memory.slot import Slot
-from rekindle.memory.snapshots import Known, write_receipt
+from rekindle.memory.snapshots import Known, keep_spare, write_receipt
 from rekindle.memory.thirds import Thirds
 
 __all__ = ["NotReadyError", "Slots"]
@@ -94,6 +94,7 @@ class Slots:
         self._maker = SlotMaker(self.page_lock, self.numa_node)
         self._thirds, self._asking = Thirds(self.job.paths), Asking(self.job.paths)
         self._rule = self.rule or partial(keep_own, self.job.notes)
+        self._spare = self.job.path / f"rank-{self.rank:05d}.spare"
 
     def adopt(self) -> None:
         """Takes over the files of an earlier process of this rank: its snapshots, and free files. Raises OSError."""
@@ -467,9 +468,11 @@ class Slots:
         """Writes or replaces the receipt of a committed snapshot. Raises MemoryStoreError."""
         path = self.job.path / step_dir(stamp.step) / receipt_name(stamp.rank, stamp.world)
         try:
-            write_receipt(path, receipt, stamp.step)
+            write_receipt(path, receipt, stamp.step, self._spare)
         except OSError as error:
             raise MemoryStoreError(f"memory store {path}: {describe_error(error)}") from error
+        if self.rule is None:  # nobody replaces the receipt of a copy
+            keep_spare(self._spare, receipt)
         if stamp.persist or stamp.pinned:
             with suppress(OSError):  # memory is full: the agent sees it all the same, some tenths of a second later
                 self._asking.ask()

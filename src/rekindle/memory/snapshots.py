@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from rekindle.common.failpoints import reach
 from rekindle.errors import FormatError
 from rekindle.format.lineage import ShardId
 from rekindle.format.names import STEP_DIR, parse_shard_name
-from rekindle.format.receipt import read_stamp
+from rekindle.format.receipt import STAMP_LIMIT, read_stamp
+from rekindle.memory.pages import allocate
 from rekindle.memory.paths import RANK_SLOTS, JobPaths, matching, rank_of
 
-__all__ = ["Known", "Snapshots", "write_receipt"]
+__all__ = ["Known", "Snapshots", "keep_spare", "write_receipt"]
 
 Known = tuple[tuple[int, int], ShardId]
 """Inode and modification time of a receipt, and its shard id. A receipt is replaced, never written over."""
@@ -72,7 +74,7 @@ class Snapshots:
         Snapshots whose receipts are ``spared`` stay; if there are any, the local state stays too.
         """
         self.remove_shards(rank, spared)
-        for kind in () if spared else ("plan", "small-?"):
+        for kind in () if spared else ("plan", "small-?", "spare"):
             for path in matching(
                 self._paths.directory, f"rank-*.{kind}" if rank is None else f"rank-{rank:05d}.{kind}"
             ):
@@ -130,19 +132,45 @@ def _shard_id(entry: os.DirEntry[str], known: dict[str, Known] | None) -> ShardI
     return found[1]
 
 
-def write_receipt(path: Path, receipt: bytes, step: int) -> None:
-    """Writes or replaces the receipt of ``step``, as a whole or not at all. Raises OSError."""
+def write_receipt(path: Path, receipt: bytes, step: int, spare: Path) -> None:
+    """Writes or replaces the receipt of ``step``, as a whole or not at all. Raises OSError.
+
+    Replacing takes the memory of the file ``spare`` where there is no other: see ``keep_spare``.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb", buffering=0) as file:
-            half = len(receipt) // 2  # for the failpoint, at which a test ends the process
-            _write(file.fileno(), receipt[:half])
-            reach("save.receipt", step)
-            _write(file.fileno(), receipt[half:])
+        try:
+            with open(temporary, "wb", buffering=0) as file:
+                _write_receipt(file.fileno(), receipt, step)
+        except OSError:
+            if not (path.exists() and spare.exists()):
+                raise
+            os.replace(spare, temporary)
+            with open(temporary, "r+b", buffering=0) as file:
+                _write_receipt(file.fileno(), receipt, step)
+                file.truncate(len(receipt))
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
     os.replace(temporary, path)
+
+
+def keep_spare(spare: Path, receipt: bytes) -> None:
+    """Sets memory aside for a replacement of ``receipt`` with another stamp, if there is any.
+
+    A step that is in memory can then be marked for storage when memory is full. Costs 10 microseconds.
+    """
+    nbytes = len(receipt) + STAMP_LIMIT
+    with suppress(OSError), open(spare, "ab") as file:
+        if os.fstat(file.fileno()).st_size < nbytes:
+            allocate(file.fileno(), 0, nbytes)
+
+
+def _write_receipt(fd: int, receipt: bytes, step: int) -> None:
+    half = len(receipt) // 2  # for the failpoint, at which a test ends the process
+    _write(fd, receipt[:half])
+    reach("save.receipt", step)
+    _write(fd, receipt[half:])
 
 
 def _write(fd: int, data: bytes) -> None:

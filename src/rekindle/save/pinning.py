@@ -9,7 +9,7 @@ from functools import partial
 
 from rekindle.common.os_errors import describe_error
 from rekindle.common.timeouts import in_background, with_timeout
-from rekindle.errors import NotDurableError
+from rekindle.errors import MemoryStoreError, NotDurableError
 from rekindle.format.lineage import ShardId
 from rekindle.save.saver import Saver
 from rekindle.storage.pins import pin_if_durable, pin_when_durable
@@ -44,7 +44,8 @@ def pin_saved(saver: Saver, stamp: ShardId, *, durable: bool, timeout: float) ->
     newest = saver.newest
     if newest is None or not newest.pinned:  # else its receipt says so
         if saver.memory is not None and newest is not None:
-            saver.memory.persist(newest, pin=True)
+            with suppress(MemoryStoreError):  # full memory: the thread below pins it on storage
+                saver.memory.persist(newest, pin=True)
         with suppress(OSError, NotDurableError):
             saver.finish_direct()
             if with_timeout(_LOOK, store.root, partial(pin_if_durable, store, stamp)):

@@ -38,6 +38,7 @@ _BEHIND = (
     "the job goes back to the snapshot before"
 )
 
+_NOT_SAVED = "is not saved, training goes on"
 _LOOK = 3.0
 """Seconds that storage gets to say whether it has what was restored."""
 
@@ -261,7 +262,7 @@ class Saver:
         try:
             self.memory.persist(stamp)
         except Exception as error:
-            self._report_failure(stamp.step, error)
+            self._report_failure(stamp.step, error, "is in memory, but not marked for storage; training goes on")
 
     def gasp(self, stamp: ShardId, *, whole: bool) -> str:
         """Secure the state, which is that of ``stamp``. Returns the place: MEMORY or, where there is no room, STORAGE.
@@ -295,7 +296,8 @@ class Saver:
         if not failed.committed and self.newest is not None and self.newest.step == step:
             self.newest = self._before
         if not isinstance(failed.error, MemoryStoreError) or self._strict:
-            self._report_failure(step, failed.error, committed=failed.committed)
+            outcome = "was committed, but tensors changed before the update" if failed.committed else _NOT_SAVED
+            self._report_failure(step, failed.error, outcome)
             return
         self._fall_back(step, failed.error)
         try:
@@ -318,14 +320,11 @@ class Saver:
         self._metrics.concluded(pending.seconds if pending.stamp is self.newest else None)
         return failed
 
-    def _report_failure(self, step: int, error: BaseException, *, committed: bool = False) -> None:
+    def _report_failure(self, step: int, error: BaseException, outcome: str = _NOT_SAVED) -> None:
         """Count the failure of a save, and raise or log it."""
         self._metrics.failed += 1
         if self._strict:
             raise error
-        outcome = "is not saved, training goes on"
-        if committed:
-            outcome = "was committed, but tensors changed before the update"
         log.error("step %d %s: %s: %s", step, outcome, type(error).__name__, describe_error(error))
 
     def secure(self, timeout: float) -> None:

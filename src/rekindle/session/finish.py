@@ -65,10 +65,7 @@ def wait_durable(
                 keeper.pass_on_report()  # nobody may look again
             return
         if lost:
-            raise NotDurableError(
-                f"step {stamp.step} is not on storage, and nobody carries it there: rank {lost[0]} has no part of it "
-                "any more, see its log for why"
-            )
+            raise NotDurableError(_describe_lost(stamp, job, lost[0]))
         if keeper is not None:
             keeper.check()
         if time.monotonic() > deadline:
@@ -102,6 +99,15 @@ def _lost(stamp: ShardId, store: Store, job: JobDir | None, local_ranks: Collect
     over -= {s.rank for s in stamps if s.step == stamp.step and (s.persist or s.rank != stamp.rank)}
     lost = [rank for rank in sorted(over) if not store.has_shard(replace(stamp, rank=rank))]
     return None if store.durable(stamp) else lost
+
+
+def _describe_lost(stamp: ShardId, job: JobDir | None, rank: int) -> str:
+    found = job.snapshots.shard_ids() if job is not None else ()
+    if any((s.checkpoint, s.rank) == (stamp.checkpoint, rank) for s, _ in found):
+        why = f"the part of rank {rank} is in memory, but not marked for storage"
+    else:
+        why = f"nobody carries it there: rank {rank} has no part of it any more"
+    return f"step {stamp.step} is not on storage, and {why}, see its log for why"
 
 
 def _ended(job: JobDir, rank: int) -> bool:
