@@ -1,6 +1,7 @@
 """Keeps the small notes of a job: its newest step on storage, its newest drain, the step that its nodes keep together.
 
-They lie in the job's directory, so that other processes and the next start read them. Each is replaced as a whole.
+They lie in the job's directory, so that other processes and the next start read them. Each is replaced as a whole, and
+ends with its checksum: a wrong step would have snapshots given up that storage lacks, or a start refused.
 """
 
 from __future__ import annotations
@@ -13,16 +14,30 @@ from typing import Any, NamedTuple
 
 from rekindle.format.fields import check_seconds, loads
 from rekindle.format.lineage import check_id
-from rekindle.format.receipt import read_file, write_atomic
+from rekindle.format.receipt import checksum, read_file, write_atomic
 from rekindle.memory.paths import JobPaths
 
-__all__ = ["Common", "DirectoryIdentity", "Marks", "Notes", "RootIdentity", "SafeStep", "durable_at", "write_note"]
+__all__ = [
+    "Common",
+    "DirectoryIdentity",
+    "Marks",
+    "Notes",
+    "RootIdentity",
+    "SafeStep",
+    "durable_at",
+    "read_note",
+    "write_note",
+]
 
 _CRAMPED_FOR = 60.0
 """Seconds after which it is tried again if memory has room for a third slot: others may have filled it for a moment."""
 _DURABLE = "durable"
 _NO_GENERATION = 1 << 62
 """Above every generation that a job can reach."""
+_OLD_DURABLE, _OLD_FRESH_START, _OLD_COMMON = 20, 41, 138
+"""Bytes of notes that older versions wrote, without checksums. A restart after an update needs them: it must not go on
+from less than storage had, nor from a run that was deleted, nor write over what is safe from the loss of a node. Other
+notes are of the running start, which writes them again, so they have to have checksums."""
 
 DirectoryIdentity = list[int]
 RootIdentity = list[DirectoryIdentity | None]
@@ -75,7 +90,7 @@ class Notes:
     def durable(self) -> int | None:
         """Returns the newest step that is known to be on storage."""
         try:
-            return int(read_file(self._durable))
+            return int(read_note(self._durable, _OLD_DURABLE))
         except (OSError, ValueError):
             return None
 
@@ -115,7 +130,7 @@ class Notes:
     def last_drain(self) -> tuple[float, float] | None:
         """Returns when the newest drain began, by this machine's monotonic clock, and how many seconds it took."""
         try:
-            began, seconds = (check_seconds(float(number)) for number in read_file(self._drained).split())
+            began, seconds = (check_seconds(float(number)) for number in read_note(self._drained).split())
         except (OSError, ValueError):
             return None
         return began, seconds
@@ -127,7 +142,7 @@ class Notes:
     def fresh_start(self) -> tuple[int, int] | None:
         """Returns the generations ``(since, until)`` that ``write_fresh_start`` noted."""
         try:
-            since, until = map(int, read_file(self._anew).split())
+            since, until = map(int, read_note(self._anew, _OLD_FRESH_START).split())
         except (OSError, ValueError):
             return None
         return since, until
@@ -152,7 +167,8 @@ class Notes:
     def marks(self) -> Marks | None:
         """Returns what ``common`` does, and the newest node-safe step, which may be of a former start."""
         try:
-            start, step, safe, drain, kept, safe_start, safe_step = read_file(self._common).decode().split()
+            note = read_note(self._common, _OLD_COMMON).decode()
+            start, step, safe, drain, kept, safe_start, safe_step = note.split()
             common = Common(check_id(start), int(step), int(safe), int(drain), int(kept))
             return Marks(common, None if int(safe_step) < 0 else SafeStep(check_id(safe_start), int(safe_step)))
         except (OSError, ValueError):
@@ -174,7 +190,7 @@ class Notes:
     def wanted(self) -> int | None:
         """Returns the newest step that a save waits for to be node-safe. It may be one of an earlier start."""
         try:
-            return int(read_file(self._wanted))
+            return int(read_note(self._wanted))
         except (OSError, ValueError):
             return None
 
@@ -185,7 +201,7 @@ class Notes:
     def is_cramped(self, start: str) -> bool:
         """Returns True if a rank of this node lately had no room for a save beside the step that all nodes keep."""
         try:
-            noted, at = read_file(self._cramped).decode().split()
+            noted, at = read_note(self._cramped).decode().split()
             return noted == start and 0 <= time.monotonic() - float(at) < _CRAMPED_FOR
         except (OSError, ValueError):
             return False
@@ -228,13 +244,28 @@ def durable_at(directory: Path) -> float | None:
         return None
 
 
-def write_note(path: Path, note: bytes) -> None:
-    """Replaces a note, also where memory is full. ``note`` has the same length each time."""
+def write_note(path: Path, text: bytes) -> None:
+    """Replaces a note, also where memory is full. ``text`` has the same length each time."""
+    note = text + b" " + checksum(text).encode()
     try:
         write_atomic(path, note)
     except OSError:  # full memory has no page for another file, and needs none to write over this one
         with open(path, "r+b", buffering=0) as file:
             file.write(note)
+
+
+def read_note(path: Path, unsealed: int | None = None) -> bytes:
+    """Returns the text of a note. Raises OSError, and ValueError where its checksum says that it is damaged.
+
+    A note of ``unsealed`` bytes is an older version's, which has no checksum, and reads as it stands.
+    """
+    note = read_file(path)
+    if len(note) == unsealed:
+        return note
+    text, _, digest = note.rpartition(b" ")
+    if checksum(text).encode() != digest:
+        raise ValueError(f"{path}: is damaged: its bytes differ from its checksum")
+    return text
 
 
 def _digits(*numbers: int) -> str:

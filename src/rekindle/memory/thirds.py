@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 
-from rekindle.format.receipt import read_file
-from rekindle.memory.notes import write_note
+from rekindle.memory.notes import read_note, write_note
 from rekindle.memory.paths import JobPaths
 
 __all__ = ["Thirds"]
@@ -27,7 +26,7 @@ class Thirds:
     def are_made(self, start: str) -> bool:
         """Returns True if the ranks of ``start`` make them when asked, and none has refused lately."""
         try:
-            noted, refused = read_file(self._made).decode().split()
+            noted, refused = read_note(self._made).decode().split()
             return noted == start and not _is_lately(int(refused))
         except (OSError, ValueError):
             return False
@@ -39,7 +38,7 @@ class Thirds:
     def are_asked(self) -> bool:
         """Returns True if a drain has lately asked for them."""
         try:
-            return _is_lately(int(read_file(self._asked)))
+            return _is_lately(int(read_note(self._asked)))
         except (OSError, ValueError):
             return False
 
