@@ -98,6 +98,30 @@ def test_the_same_error_time_and_again_at_one_step_ends_the_job(
     assert not any(line.startswith("rekindle: ") for line in last[head:]), done.stderr
 
 
+KILLED = """
+import contextlib, signal
+with ckpt.guard() if GUARDED else contextlib.nullcontext():
+    for step in range(first, 10):
+        dist.all_reduce(torch.zeros(1))
+        ckpt.step(step)
+        if step == 3 and start == 0 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=pytest.mark.campaign(seconds=10))])
+def test_a_rank_that_is_killed_before_there_is_an_agent_is_named(
+    script: Path, tmp_path: Path, memory: Path, guarded: bool
+) -> None:
+    """Another rank has lost its connection, said so, and was about to end when the launcher ended it."""
+    text = "import torch.distributed as dist\ndist.init_process_group('gloo')\n" + TRAINING + KILLED
+    script.write_text(text.replace("ROOT", repr(str(tmp_path / "run"))).replace("GUARDED", str(guarded)))
+    done = run(script, "--nproc-per-node=2")
+    assert done.returncode == 0, done.stderr
+    named = [line.partition(":")[0] for line in told(done) if "all ranks are started again" in line]
+    assert named == ["rank 1 was killed by SIGKILL"], done.stderr
+
+
 @pytest.mark.campaign(seconds=19)
 def test_an_error_that_comes_once_is_got_over(script: Path, tmp_path: Path, memory: Path) -> None:
     text = (TRAINING + GUARDED).replace("ROOT", repr(str(tmp_path / "run"))).replace("TIMES", "1")

@@ -73,6 +73,11 @@ def test_a_damaged_page_is_passed_over(job: JobDir, tmp_path: Path) -> None:
     assert reached_step(tmp_path / "place", 0.0) is None
 
 
+def first(failures: dict[int, Any]) -> int:
+    """Returns the rank that failed first, without an agent's record."""
+    return first_failure(Path("no such place"), 0.0, failures)[0]
+
+
 def test_the_first_failure_is_that_of_torchruns_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within one second, in which torchrun would take the lowest rank, the time that Rekindle has noted decides."""
     faults = {
@@ -80,10 +85,33 @@ def test_the_first_failure_is_that_of_torchruns_record(tmp_path: Path, monkeypat
         for rank, at in ((0, 1000.7), (1, 1000.2))
     }
     told = {rank: left_by(rank, fault, tmp_path, monkeypatch) for rank, fault in faults.items()}
-    assert first_failure(told)[0] == 1 and traceback_of(told[1]) == "stack"
-    assert first_failure(told | {2: failed(-9, at=999)})[0] == 2
-    assert first_failure(told | {2: failed(-9, at=1000)})[0] == 1
-    assert first_failure({0: left_by(0, faults[1], tmp_path, monkeypatch), 1: told[1]})[0] == 1, "0 ended because of 1"
+    assert first(told) == 1 and traceback_of(told[1]) == "stack"
+    assert first(told | {2: failed(-9, at=1000)}) == 2
+    assert first(told | {2: failed(-9, at=1030)}) == 1, "the launcher has killed 2, which did not end"
+    assert first(told | {2: failed(-6, at=1000)}) == 1, "torch ends a rank so whose collective has failed"
+    assert first({0: left_by(0, faults[1], tmp_path, monkeypatch), 1: told[1]}) == 1, "0 ended because of 1"
+
+
+@pytest.mark.parametrize("code", [-9, -11, -6, 3], ids=["killed", "crashed", "aborted", "exited"])
+def test_a_rank_that_ends_without_a_word_comes_before_one_that_loses_it(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = Fault("exception", 0, 1, 6, "rank 0 raised RuntimeError: [gloo/pair.cc] Connection reset by peer", at=999.95)
+    survivor = left_by(0, lost, tmp_path, monkeypatch)
+    survivor.exitcode = -15
+    assert first({0: survivor, 1: failed(code, at=1000)}) == 1
+
+
+def test_the_agents_record_of_the_first_failure_comes_before_all_clocks(
+    job: JobDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "place"
+    faults = [Fault("exception", rank, 1, 6, f"rank {rank} raised ValueError: bad", at=1000 + rank) for rank in (0, 1)]
+    told = {fault.rank: left_by(fault.rank, fault, tmp_path, monkeypatch) for fault in faults}
+    job.paths.fault.write_text(json.dumps(faults[1].to_json()))
+    assert first_failure(place, 900.0, told)[0] == 1
+    assert first_failure(place, 1002.0, told)[0] == 0, "that record is of an earlier start"
+    assert first_failure(place, 900.0, {0: told[0], 2: failed(3, at=1001)})[0] == 0, "that rank is another node's"
 
 
 @pytest.mark.parametrize("cause", ["hang", "notice", "signal", "exception", "loss"])

@@ -6,7 +6,7 @@ import re
 
 from rekindle.memory.fault import LOST, Fault
 
-__all__ = ["first_of", "follows", "is_failed_collective", "is_held"]
+__all__ = ["first_of", "follows", "is_failed_collective", "is_held", "tells_of_failed_collective"]
 
 _FIRST_WITHIN = 2.0
 """Seconds within which a fault that another node tells of, or the loss of a node, may be the cause of one that was
@@ -21,7 +21,12 @@ _FOLLOWS = re.compile(r"Dist\w*Error|gloo|NCCL|Connection (closed|reset)|Broken 
 
 def is_failed_collective(fault: Fault) -> bool:
     """True if a rank has raised because a collective failed, as it does when another rank has ended."""
-    return fault.cause == "exception" and _FOLLOWS.search(fault.what) is not None
+    return fault.cause == "exception" and tells_of_failed_collective(fault.what)
+
+
+def tells_of_failed_collective(what: str) -> bool:
+    """True if the line on an exception says that a failed collective has raised it."""
+    return _FOLLOWS.search(what) is not None
 
 
 def is_held(fault: Fault) -> bool:

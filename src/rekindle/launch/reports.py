@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import rekindle.errors
+from rekindle.agent.first_cause import tells_of_failed_collective
 from rekindle.errors import FormatError, RekindleError
 from rekindle.faults.torchelastic import REFUSED, SURVIVOR_EXIT
 from rekindle.format.fields import loads
@@ -36,6 +37,11 @@ _ANSWERS_WITHIN = 5.0
 """Seconds that storage gets to list what is saved."""
 _UNCAUGHT = 1
 """Exit code of Python after an uncaught error."""
+_UNCERTAIN = 2
+"""Seconds by which torchrun's times may be wrong. They are whole, and a rank that has left none gets the one at which
+torchrun looks."""
+_ENDED_BY_OTHERS = (signal.SIGTERM, signal.SIGABRT)
+"""Signals by which the launcher, or torch in a rank whose collective has failed, ends a rank."""
 _OWN_ERRORS = ("exception", "loss")
 """Causes of a failure that may be an error of the script's own."""
 
@@ -58,15 +64,18 @@ def describe_fault(place: Path, since: float, code: int) -> str:
     """
     if code not in (-signal.SIGKILL, SURVIVOR_EXIT):
         return ""
+    told = [fault for fault in _faults(place, since) if fault.cause in ("hang", "oom") or code == SURVIVOR_EXIT]
+    newest = max(told, key=lambda fault: fault.at, default=None)
+    return f" ({newest.what})" if newest is not None else ""
+
+
+def _faults(place: Path, since: float) -> list[Fault]:
+    """Returns the fault of each reported job that was noticed since that time, by the wall clock."""
     faults = []
     for job in reported_jobs(place):
         with suppress(OSError, ValueError, KeyError, TypeError):
             faults.append(Fault.from_json(loads(job.paths.fault.read_bytes())))
-    told = [
-        fault for fault in faults if fault.at >= since and (fault.cause in ("hang", "oom") or code == SURVIVOR_EXIT)
-    ]
-    newest = max(told, key=lambda fault: fault.at, default=None)
-    return f" ({newest.what})" if newest is not None else ""
+    return [fault for fault in faults if fault.at >= since]
 
 
 def newest_steps(place: Path, since: float) -> dict[str, int]:
@@ -134,15 +143,29 @@ def forget_refusal(place: Path) -> None:
 # -- torch's record of a failure ---------------------------------------------------------------------------------
 
 
-def first_failure(failures: Mapping[int, Any]) -> tuple[int, Any]:
-    """Returns the rank that failed first, by torchrun's record, and how. That record counts whole seconds."""
+def first_failure(place: Path, since: float, failures: Mapping[int, Any]) -> tuple[int, Any]:
+    """Returns the rank that failed first, and how: by the record of the node's agent, else by torchrun's.
 
-    def when(rank: int) -> tuple[float, float]:
-        failure = failures[rank]
-        return failure.timestamp, _extra(failure).get("at", math.inf)
-
-    rank = min(failures, key=when)
+    ``since`` is the time at which the ranks were started, by the wall clock. A rank may die before there is an agent.
+    """
+    noticed = [fault for fault in _faults(place, since) if fault.rank in failures]
+    if noticed:
+        rank = min(noticed, key=lambda fault: fault.at).rank
+    else:
+        rank = min(failures, key=lambda rank: _when(failures[rank]))
     return rank, failures[rank]
+
+
+def _when(failure: Any) -> tuple[float, float]:
+    """Returns the time of a failure, to be compared with others. What can't follow from another's comes before it.
+
+    A killed rank leaves no time, but the others do, whose collectives fail because of it.
+    """
+    at = _extra(failure).get("at", math.inf)
+    if failure.exitcode < 0 and -failure.exitcode not in _ENDED_BY_OTHERS and at == math.inf:
+        return failure.timestamp - _UNCERTAIN, at
+    follows = tells_of_failed_collective(first_words(failure.message))
+    return failure.timestamp + (_UNCERTAIN if follows else 0), at
 
 
 def describe_exit(code: Any) -> str:

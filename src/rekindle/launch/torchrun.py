@@ -98,7 +98,7 @@ class _Course:
         Calls ``mend`` first: all ranks of the node have ended, and none has been started again.
         """
         mend()
-        rank, first = first_failure(failures)
+        rank, first = first_failure(self._place, self._since, failures)
         code = first.exitcode
         self.why = describe_fault(self._place, self._since, code)
         note_end(self._place, self._begun, rank, code)
@@ -118,7 +118,7 @@ class _Course:
         """Says what has ended the job, and what is saved. Raises an error that each further start would meet."""
         if self.last.error is not None:
             raise self.last.error from None
-        rank, failure = first_failure(failures)
+        rank, failure = first_failure(self._place, self._since, failures)
         self._say(first_words(failure.message) or f"rank {rank} {describe_exit(failure.exitcode)}{self.why}")
         if redirected:
             self._say(f"its output is in {Path(failure.error_file).parent}")
