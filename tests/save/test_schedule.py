@@ -10,10 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rekindle
-from rekindle.save.cadence import Fixed
+from rekindle.save.adaptive import Adaptive
+from rekindle.save.cadence import Cadence, Fixed
 from rekindle.save.metrics import Metrics
 from rekindle.save.schedule import DirectSaveLimit, Schedule
+from rekindle.save.snapshot_price import SnapshotPrice
 from rekindle.save.step_clock import StepClock
+from rekindle.save.timed import Timed
 from rekindle.settings import Settings
 from rekindle.storage.posix import PosixStore
 from tests.faults.harness import Run, restored, train
@@ -23,8 +26,12 @@ NOWHERE = "/proc/none"
 """No memory store can be had there."""
 
 
-def schedule_of(settings: Settings, nodes: int, world: int) -> Schedule:
-    return Schedule(settings, nodes, world, Metrics(), StepClock(), Fixed(1))
+def schedule_of(settings: Settings, nodes: int, world: int, cadence: Cadence | None = None) -> Schedule:
+    return Schedule(settings, nodes, world, Metrics(), StepClock(), cadence or Fixed(1))
+
+
+def adaptive(*, small: bool) -> Adaptive:
+    return Adaptive(0.01, 1, lambda own: lambda: own, SnapshotPrice(), lambda: small, small=small)
 
 
 class Rank:
@@ -201,6 +208,26 @@ def test_the_log_says_what_the_loss_of_a_node_costs(
     schedule.tell_cost_of_a_node()
     assert all(words in caplog.text for words in told), caplog.text
     assert not any(words in caplog.text for words in untold), caplog.text
+
+
+@pytest.mark.parametrize(
+    ("cadence", "apart"),
+    [
+        (Fixed(1), False),
+        (adaptive(small=True), False),
+        (adaptive(small=False), True),
+        (Fixed(20), True),
+        (Timed(60.0, 1, lambda own: lambda: own, StepClock()), True),
+    ],
+)
+def test_the_log_adds_the_steps_between_two_snapshots_where_there_are_some(
+    cadence: Cadence, apart: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Storage can't have what was not taken: a large state has a snapshot every so many steps."""
+    caplog.set_level("INFO", logger="rekindle")
+    schedule_of(Settings(), 1, 1, cadence).tell_cost_of_a_node()
+    assert ("up to 30 s of training, the steps between two snapshots (snapshot_every) and" in caplog.text) is apart
+    assert ("up to 30 s of training and the time of one write are lost" in caplog.text) is not apart
 
 
 def test_a_time_for_storage_is_a_pause_and_auto_begins_with_the_default() -> None:

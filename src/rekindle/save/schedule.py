@@ -16,6 +16,7 @@ from rekindle.save.metrics import Metrics
 from rekindle.save.pricing import Pricing
 from rekindle.save.step_clock import StepClock
 from rekindle.save.step_lengths import Load, StepLengths
+from rekindle.save.timed import Timed
 from rekindle.settings import Settings
 from rekindle.storage.throttle import drain_interval
 
@@ -27,6 +28,7 @@ _NO_MESH = "on several nodes whose agents don't reach each other to agree on ste
 _APART_EVERY = 100
 """Steps between those that nodes send to storage which don't reach each other: they must choose the same ones."""
 _LATER = " until it is known what that takes from training (persist_every='auto')"
+_APART = ", the steps between two snapshots (snapshot_every)"
 _UNLESS = ", unless other nodes' memory has all of the state, as under DDP and HSDP"
 
 
@@ -159,12 +161,14 @@ class Schedule:
                 *(self.persist_every, lost, self.persist_every, unless),
             )
         elif self.pause:
+            later = _LATER if self.budget is not None else ""
+            apart = _APART if isinstance(self._cadence, Timed) or self._cadence.every > 1 else ""
             log.info(
-                "storage gets a checkpoint at most every %g s%s, and is written to for at most a tenth of the time: if "
-                "%s lost, up to %g s of training are lost, and more if writing a checkpoint takes over %g s "
-                "(persist_seconds, persist_every)%s. A fault of processes alone goes back to the newest snapshot in "
-                "memory",
-                *(self.pause, _LATER if self.budget is not None else "", lost, self.pause, self.pause / 10, unless),
+                "storage gets the newest snapshot at most every %g s%s, and is written to for at most a tenth of the "
+                "time: if %s lost, up to %g s of training%s and the time of one write are lost, and more if a write "
+                "takes over %g s (persist_seconds, persist_every)%s. A fault of processes alone goes back to the "
+                "newest snapshot in memory",
+                *(self.pause, later, lost, self.pause, apart, self.pause / 10, unless),
             )
 
     def warn_of_ignored_seconds(self) -> None:
