@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
+import rekindle
 from rekindle.memory.incident import MOMENTS, Incident
 from rekindle.memory.job_dir import JobDir
 from rekindle.storage.incidents import load_incidents
 from rekindle.storage.posix import PosixStore
 from tests import forked
 from tests.faults.cluster import Cell, run
+from tests.faults.harness import finish
+from tests.fork_server import context
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 
@@ -56,6 +63,34 @@ def test_a_hang_is_timed_from_the_last_progress(root: Path, memory: Path) -> Non
     assert incident.cause == "hang" and incident.rank == 1 and incident.moments.keys() >= {"fault", *MOMENTS} - {"gone"}
     part = incident.parts()["noticed"]
     assert part is not None and part > 1  # the least that guard(watchdog="fast") waits
+
+
+def _die_before(step: int, root: Path, memory: Path, log: Path) -> None:
+    logging.basicConfig(level=logging.INFO, filename=log, force=True, format="%(message)s")
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    ckpt = rekindle.Checkpointer(root, state, memory=memory, snapshot_every=10)
+    first = ckpt.restore() + 1
+    with ckpt.guard(watchdog=False) as guard:
+        assert guard.connected(60)
+        for n in range(first, step):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            ckpt.step(n)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_restore_says_how_many_completed_steps_are_lost(root: Path, memory: Path, tmp_path: Path) -> None:
+    logs = [tmp_path / name for name in ("first", "second")]
+    for step, log in zip((15, 11), logs, strict=True):
+        process = context.Process(target=_die_before, args=(step, root, memory, log))
+        process.start()
+        assert finish([process]) == [-9], log.read_text()
+    first, second = (log.read_text() for log in logs)
+    said = "step 14 was completed before the fault, and step 10 is restored: 4 completed step(s) are lost"
+    assert said in second, second
+    assert "are lost, and computed again" not in first
 
 
 TRAINING = """

@@ -93,6 +93,12 @@ class RecoveryClock:
         if self._incident is not None:
             moments = self._incident.moments | ({} if restored is None else {RESTORED: restored})
             self._incident = replace(self._incident, moments=moments, restored_step=step, place=place)
+            if self._incident.lost and self._session.rank == 0:
+                log.info(
+                    "step %d was completed before the fault, and step %d is restored: %d completed step(s) are lost, "
+                    "and computed again",
+                    *(self._incident.step, step, self._incident.lost),
+                )
             write_incident(job, self._incident)
 
     def stepped(self, n: int) -> None:
