@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rekindle.save.saver import _BEHIND, _IN_STEP
 from tests.faults.harness import finish
 from tests.fork_server import context
 
+CORRECTED = "are no longer completed inside of step()"
 SMALL, LARGE = 100, 1500
 """Widths of a layer that makes 80 kB and 18 MB of state."""
 
@@ -94,7 +96,49 @@ def test_a_state_that_outgrows_the_limit_is_told_of_once(
         optimizer.step()
         ckpt.step(step)
         assert not ckpt.metrics.committed_in_step
-    assert caplog.text.count("no longer small") == 1 and "from step 3 on" in caplog.text
+    assert caplog.text.count(CORRECTED) == 1 and "from step 3 on" in caplog.text
+    ckpt.close()
+
+
+class ByHand:
+    """An optimizer that is not torch's: nothing announces its updates but ``updating()``."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self.param_groups = [{"params": list(parameters), "lr": 0.1}]
+        self.state: dict[Any, Any] = {}
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:  # type: ignore[attr-defined]
+                parameter.sub_(0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("width", "overlap"), [(2500, "auto"), (SMALL, True)])
+def test_updates_that_are_announced_by_hand_correct_what_the_start_has_said(
+    width: int, overlap: Any, root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until the first one nothing is known to last behind ``step()``, however large it is."""
+    model = torch.nn.Linear(width, width)
+    optimizer = ByHand(model.parameters())
+    options = {"persist_every": 10**6, "overlap": overlap}
+    with caplog.at_level(logging.INFO, "rekindle"):
+        ckpt = rekindle.Checkpointer(root, {"model": model, "optimizer": optimizer}, **options)
+        ckpt.restore()
+    assert _IN_STEP in caplog.text and ckpt.metrics.committed_in_step
+    for step in (1, 2):
+        assert ckpt._saver.memory is not None and ckpt._saver.memory.slots.wait_made(60.0)
+        with ckpt.updating():
+            optimizer.step()
+        ckpt.save(step)
+        assert not ckpt.metrics.committed_in_step
+    corrected = f"snapshots, of {model.weight.nbytes / 1e6:.1f} MB now, {CORRECTED}, from step 1 on: {_BEHIND}"
+    assert caplog.text.count(corrected) == 1, caplog.text
     ckpt.close()
 
 

@@ -35,7 +35,7 @@ log = logging.getLogger("rekindle")
 _IN_STEP = "each is in memory when its step() returns, whoever dies after that"
 _BEHIND = (
     "each is completed after its step() has returned, before the next update: if all ranks die meanwhile, "
-    "the job goes back to the snapshot before"
+    "or one of whose state no other has a copy, the job goes back to the snapshot before"
 )
 
 _NOT_SAVED = "is not saved, training goes on"
@@ -167,7 +167,8 @@ class Saver:
         if self._promised and not memory.in_step:
             self._promised = False
             log.warning(
-                "snapshots are of %.1f MB from step %d on, no longer small: %s", nbytes / 1e6, stamp.step, _BEHIND
+                "snapshots, of %.1f MB now, are no longer completed inside of step(), from step %d on: %s",
+                *(nbytes / 1e6, stamp.step, _BEHIND),
             )
         return nbytes
 
