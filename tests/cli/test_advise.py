@@ -70,11 +70,28 @@ def test_what_the_newest_start_has_not_measured_is_known_from_the_one_before() -
 def test_no_interval_is_below_what_the_budget_and_storage_take() -> None:
     many = [start(number, seconds=30.0, place="storage") for number in range(1, 60)]
     advice = advise(many, budget=0.001)
-    assert advice is not None and [level.bound for level in advice.levels] == ["the budget"] * 2
+    assert advice is not None and [level.bound for level in advice.levels] == ["the budget of training time"] * 2
     slow = advise([start(1, replace(PRICES, drain=4000.0))], budget=0.5)
     assert slow is not None and slow.levels[1].best >= 0.95 * 40_000 and "tenth" in slow.levels[1].bound
     free = advise([start(1, replace(PRICES, snapshot=0.0))], budget=0.01)
     assert free is not None and free.levels[0].setting == "snapshot_every=1"
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "budget", "named"),
+    [
+        (0.0, 0.01, "snapshots limit no interval below 500ms: the length of a step"),
+        (0.1, 0.0001, "snapshots limit no interval below 17min: the budget of training time"),
+    ],
+)
+def test_what_allows_no_shorter_interval_is_named(
+    snapshot: float, budget: float, named: str, memory: Path, root: Path
+) -> None:
+    save(root, 1)
+    write_incident(job_in(memory, root), start(1, replace(PRICES, snapshot=snapshot, drain_cost=0.0)))
+    shown = " ".join(run(root, "--budget", budget).stdout.split())
+    assert named in shown, shown
+    assert "storage limit no interval below 20s: storage is written to for at most a tenth of the time" in shown
 
 
 def test_the_table_names_settings_and_what_they_are_from(memory: Path, root: Path) -> None:
@@ -89,6 +106,8 @@ def test_the_table_names_settings_and_what_they_are_from(memory: Path, root: Pat
     assert lines[2][:4] == ["storage", "30s", "1.4", "%"] and 'persist_every="' in lines[2][-1]
     assert "takes 2s, and 400ms of training" in " ".join(result.stdout.split())
     assert "2 in 12h" in result.stdout
+    assert "estimated from those recorded and one more, in the time recorded and 24h more" in result.stdout
+    assert 'snapshot_every="auto"' in result.stdout and "by a measure of its own" in result.stdout
 
 
 def test_the_json_has_the_curve_and_what_was_measured(memory: Path, root: Path) -> None:

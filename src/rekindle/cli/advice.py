@@ -20,6 +20,8 @@ _CURVE = 61
 """Intervals for which the curve is told."""
 _WIDTH = 30.0
 """Factor by which the curve goes beyond the shortest and the longest interval of interest."""
+_STEP, _BUDGET = "the length of a step", "the budget of training time"
+_TENTH = "storage is written to for at most a tenth of the time"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Level:
     least: float
     """Shortest interval that is allowed."""
     bound: str
-    """Words on what allows no shorter one."""
+    """What sets that, in words."""
     now: float | None
     """Interval at present; None if it isn't known yet."""
     best: float
@@ -139,7 +141,7 @@ def _prices_of(known: Mapping[str, float]) -> Prices:
 
 
 def _snapshots(prices: Prices, history: History, budget: float, points: Sequence[Point]) -> Level:
-    least, bound = max((prices.step, "the steps"), (prices.snapshot / budget, "the budget"))
+    least, bound = max((prices.step, _STEP), (prices.snapshot / budget, _BUDGET))
     between = history.between(history.to_snapshots)
     every = max(1, round(max(best_interval(prices.snapshot, between), least) / prices.step))
     return Level(
@@ -160,7 +162,7 @@ def _snapshots(prices: Prices, history: History, budget: float, points: Sequence
 def _storage(
     prices: Prices, drain: float, cost: float, history: History, budget: float, points: Sequence[Point]
 ) -> Level:
-    least, bound = max((drain_interval(0.0, drain), "storage, a tenth of the time"), (cost / budget, "the budget"))
+    least, bound = max((drain_interval(0.0, drain), _TENTH), (cost / budget, _BUDGET))
     between = history.between(history.to_storage)
     best = round_seconds(max(best_interval(cost, between), least))
     return Level(

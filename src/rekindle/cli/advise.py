@@ -50,7 +50,11 @@ def advise_command(root: Root, picture: Path | None, budget: float, as_json: boo
     """Tell how often the job of ROOT should be saved, by what saves took from training and by its own faults.
 
     Waste is the share of time that saves take, and that is trained in vain before a fault. Faults are taken to come at
-    a constant rate (Young 1974, Daly 2006): as if one more had struck, in a day more, than is recorded.
+    a constant rate (Young 1974, Daly 2006), estimated from those recorded and one more, in the time recorded and a day
+    more.
+
+    Prices may rest on a single snapshot and a single write. snapshot_every="auto" needs no advice to keep to
+    snapshot_budget, by a measure of its own.
     """
     if picture is not None and picture.suffix.lower() not in FORMATS:
         raise click.UsageError(f"--plot {picture}: must end in {' or '.join(FORMATS)}")
@@ -101,11 +105,13 @@ def _facts(advice: Advice) -> dict[str, str]:
     facts["faults"] = f"{history.faults} in {describe_seconds(history.seconds)}"
     for level in advice.levels:
         facts[f"back to {level.name}"] = f"{level.faults}; one every {describe_seconds(level.between)} is expected"
-    facts["expected"] = f"as if one fault more had struck, in {describe_seconds(ASSUMED)} more, than is recorded"
+    more = describe_seconds(ASSUMED)
+    facts["faults to come"] = f"estimated from those recorded and one more, in the time recorded and {more} more"
+    facts['snapshot_every="auto"'] = "keeps to snapshot_budget by a measure of its own: no need to replace it"
     facts["recoveries"] = f"{_percent(advice.outages)} more, whatever the intervals"
     for level in advice.levels:
         if level.best <= 1.05 * level.least:
-            facts[f"{level.name} limit"] = f"{level.bound} allows none closer than {describe_seconds(level.least)}"
+            facts[f"{level.name} limit"] = f"no interval below {describe_seconds(level.least)}: {level.bound}"
     return facts
 
 

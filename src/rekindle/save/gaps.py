@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
+from rekindle.common.durations import describe_seconds
+
 __all__ = ["Gaps"]
 
 log = logging.getLogger("rekindle")
@@ -33,9 +35,10 @@ class Gaps:
     def expect_first(self, nbytes: int) -> None:
         """Say for about how long a new job has no snapshot."""
         self._unprotected_since = time.monotonic()
+        size = f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
         log.info(
-            "no snapshot until memory for %.1f GB is ready, in about %.1f s: a fault before it loses all progress",
-            *(nbytes / 1e9, nbytes / _PACE),
+            "no snapshot until memory for %s is ready, in about %s: a fault before it loses all progress",
+            *(size, describe_seconds(nbytes / _PACE)),
         )
 
     def leave_out(self, step: int, why: Exception) -> None:
