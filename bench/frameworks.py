@@ -100,6 +100,8 @@ def _turn(name: str, python: str, how: str, steps: int, place: Scratch) -> Turn:
         ended = "did not end" if code is None else f"ended with {code}"
         raise Failed(f"{name}, {how}: {ended}:\n{text}")
     turn: Turn = json.loads(result.read_bytes())
+    if how == "with" and turn["snapshots"] < steps - _FIRST:  # it would not be what the table says
+        raise Failed(f"{name}: {turn['snapshots']} snapshots in {steps} steps: nothing was measured")
     return turn
 
 

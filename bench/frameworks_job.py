@@ -26,6 +26,8 @@ from training import Training
 
 _STATE = 32 << 20
 """Bytes of parameters and AdamW's moments: beyond what is copied inside of ``step()``."""
+_EVERY_STEP = {"snapshot_every": 1}
+"""For each adapter but torchtitan's, whose ``interval`` is 1. The default would have the price decide."""
 _BATCH = 4
 _TOKENS = 33
 _PROGRAMS = Path(__file__).resolve().parent.parent / "tests" / "integrations" / "programs"
@@ -103,7 +105,7 @@ def train_transformers(watch: Watch) -> None:
     if watch.saved:
         from rekindle.integrations.transformers import attach
 
-        attach(trainer, watch.root)
+        attach(trainer, watch.root, **_EVERY_STEP)
     trainer.train()
 
 
@@ -128,7 +130,7 @@ def train_accelerate(watch: Watch) -> None:
         return
     from rekindle.integrations.accelerate import checkpointer
 
-    ckpt = checkpointer(accelerator, watch.root)
+    ckpt = checkpointer(accelerator, watch.root, **_EVERY_STEP)
     ckpt.restore()
     with ckpt, ckpt.guard():
         for step in train():
@@ -154,7 +156,7 @@ def train_lightning(watch: Watch) -> None:
     if watch.saved:
         from rekindle.integrations.lightning import RekindleCallback
 
-        callbacks.append(RekindleCallback(watch.root))
+        callbacks.append(RekindleCallback(watch.root, **_EVERY_STEP))
     trainer = lightning.Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -225,7 +227,7 @@ def _train_in_ray(config: dict[str, Any]) -> None:
         from rekindle import Checkpointer
         from rekindle.integrations.ray import leave, notices, report, root
 
-        ckpt = Checkpointer(root(), {"model": model, "optimizer": optimizer})
+        ckpt = Checkpointer(root(), {"model": model, "optimizer": optimizer}, **_EVERY_STEP)
         ckpt.restore()
         with ckpt, ckpt.guard(notices=notices(), on_exit=leave):
             for step in train():
