@@ -4,7 +4,8 @@ The training of ``examples/train_gpt.py``, at width 128 (10 MB of state, saved a
 jobs of a pair train in turns of some steps, as a machine's speed changes by more than what is to be seen. Whoever
 waits is stopped, its agent too (SIGSTOP), so that what runs in the background counts where it belongs. The first step
 has a turn of its own, so the first save and the memory that is made for it count. A figure is refused if no snapshot
-was made, or there were few turns.
+was made, or there were fewer than eight turns: then --seconds is too short for such steps. Exits with 1 when a bound is
+missed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(_HERE.parent / "examples"))
 
 _LIMITS = {128: 1.03, 1024: 1.02}
-"""Most times of plain training that a pair of each width may take."""
+"""Most times of plain training that a pair of each width may take: goals. The small state is saved at each step,
+whatever that costs; the large one has a budget of 1 %, and as much again for all that is beside it."""
 _FIRST = 4
 """Turns after which the number of steps in one stays as it is. The first has one step."""
 _FEWEST = 8
@@ -155,8 +157,13 @@ def _pair(width: int, seconds: float, turn: float, threads: int) -> Found:
             steps = steps if len(plain.seconds) > _FIRST else max(1, round(turn / plain.seconds[-1] * steps))
         plain.end()
         found = ours.end()
-    if not found["saves"] or len(ours.seconds) < _FEWEST:
-        raise click.ClickException(f"{found['saves']} snapshots, {len(ours.seconds)} turns: nothing was measured")
+    if (turns := len(ours.seconds)) < _FEWEST:
+        enough = math.ceil(_FEWEST * max(ours.seconds))
+        raise click.ClickException(
+            f"{turns} turns of each job, and {_FEWEST} are needed: nothing was measured. Try --seconds {enough}"
+        )
+    if not found["saves"]:
+        raise click.ClickException("no step has a snapshot: nothing was measured. A longer --seconds may be enough")
     return {"steps": done, **found, "plain": plain.seconds, "rekindle": ours.seconds}
 
 
@@ -189,7 +196,12 @@ _COLUMNS = [
 
 @click.command(help=__doc__, context_settings={"show_default": True})
 @click.option("--width", "widths", type=int, multiple=True, default=[128, 1024], help="Repeatable.")
-@click.option("--seconds", type=click.FloatRange(1), default=120.0, help="Time that each job trains, about.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1),
+    default=120.0,
+    help=f"Time that each job trains, about. {_FEWEST} turns at least.",
+)
 @click.option("--turn", type=click.FloatRange(0.1), default=5.0, help="Seconds of a turn, about.")
 @click.option("--pairs", type=click.IntRange(1), default=3, help="Pairs of each width.")
 @click.option("--threads", type=click.IntRange(1), default=torch.get_num_threads(), help="Threads that torch may use.")
