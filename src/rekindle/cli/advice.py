@@ -51,7 +51,7 @@ class Level:
     least: float
     """Shortest interval that is allowed."""
     bound: str
-    """What sets that, in words."""
+    """Words on what sets that."""
     now: float | None
     """Interval at present; None if it isn't known yet."""
     best: float
