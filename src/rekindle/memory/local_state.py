@@ -25,7 +25,7 @@ from rekindle.format.lineage import ShardId
 from rekindle.format.names import MAX_RANKS
 from rekindle.format.receipt import Receipt, checksum, encode_document, parse_document, read_file
 from rekindle.memory.job_dir import JobDir
-from rekindle.memory.paths import JobPaths
+from rekindle.memory.paths import JobPaths, remove_any
 
 __all__ = [
     "LocalFiles",
@@ -142,8 +142,8 @@ class LocalStateWriter:
         fields = json.dumps({"blocks": list(blocks), "replicas": replicas}, separators=(",", ":")).encode()[1:-1]
         text = encode_document(replace(stamp, step=0), _PLAN, fields + b"," + static)  # the same digest at every step
         self._plan = checksum(text)
-        for path in self._paths:
-            path.unlink(missing_ok=True)
+        for path in (*self._paths, self._plan_path):
+            remove_any(path)
         replace_file(self._plan_path, [text])
 
     def write(self, stamp: ShardId, values: bytes, tensors: memoryview) -> None:

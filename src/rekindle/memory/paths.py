@@ -33,10 +33,12 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LOCAL_STATE_PLANS", "JobPaths", "matching", "rank_of"]
+__all__ = ["LOCAL_STATE_PLANS", "JobPaths", "matching", "rank_of", "remove_any"]
 
 _RANK = "rank-" + 5 * "[0-9]"
 
@@ -67,6 +69,20 @@ def matching(directory: Path, pattern: str) -> list[Path]:
 def rank_of(path: Path) -> int:
     """Returns the rank whose file ``path`` is, from a name such as ``rank-00003.lock``."""
     return int(path.name[5:10])
+
+
+def remove_any(path: Path) -> None:
+    """Removes a file if it is there, and a directory in its place: whoever put that there must not end a training.
+
+    Raises OSError.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:  # which error it is depends on the system
+        if path.is_symlink() or not path.is_dir():
+            raise
+        with suppress(FileNotFoundError):  # another rank removes it too
+            shutil.rmtree(path)
 
 
 @dataclass(frozen=True)

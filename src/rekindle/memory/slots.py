@@ -26,7 +26,7 @@ from rekindle.memory.asking import Asking
 from rekindle.memory.job_dir import JobDir
 from rekindle.memory.maker import SlotMaker
 from rekindle.memory.pages import AT_ONCE, PageLock, Pages
-from rekindle.memory.paths import matching
+from rekindle.memory.paths import matching, remove_any
 from rekindle.memory.rank_room import RankRoom
 from rekindle.memory.recycling import Keeping, KeepRule, keep_own, not_durable
 from rekindle.memory.slot import Slot
@@ -99,6 +99,10 @@ class Slots:
     def adopt(self) -> None:
         """Takes over the files of an earlier process of this rank: its snapshots, and free files. Raises OSError."""
         for path in self.job.snapshots.rank_files(self.rank):
+            if path.is_dir():
+                for place in (path.with_suffix(".json"), path):
+                    remove_any(place)
+                continue
             slot = Slot(path, os.open(path, os.O_RDWR | os.O_CLOEXEC))
             self.slots.append(slot)
             if path.parent != self.job.paths.slots:
@@ -108,7 +112,7 @@ class Slots:
                     self._uncommit(slot)
         for directory in self.job.snapshots.step_dirs():
             for path in matching(directory, f".shard-{self.rank:05d}-*"):
-                path.unlink(missing_ok=True)  # a receipt whose writer died before it was complete
+                remove_any(path)  # a receipt whose writer died before it was complete
             _remove_empty(directory)
 
     def reserve(self, nbytes: int, count: int = 2, *, ahead: bool = False) -> None:
@@ -420,7 +424,7 @@ class Slots:
         directory = slot.path.parent
         if directory == self.job.paths.slots:
             return
-        slot.path.with_suffix(".json").unlink(missing_ok=True)
+        remove_any(slot.path.with_suffix(".json"))
         self._make_free(slot)
         _remove_empty(directory)
 
@@ -485,7 +489,7 @@ class Slots:
         """
         self.close()
         for path in matching(self.job.paths.slots, f"rank-{self.rank:05d}-*.slot"):
-            path.unlink(missing_ok=True)
+            remove_any(path)
         self.adopt()
 
     def free_all(self) -> None:

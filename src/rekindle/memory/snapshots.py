@@ -13,7 +13,7 @@ from rekindle.format.lineage import ShardId
 from rekindle.format.names import STEP_DIR, parse_shard_name
 from rekindle.format.receipt import STAMP_LIMIT, read_stamp
 from rekindle.memory.pages import allocate
-from rekindle.memory.paths import RANK_SLOTS, JobPaths, matching, rank_of
+from rekindle.memory.paths import RANK_SLOTS, JobPaths, matching, rank_of, remove_any
 
 __all__ = ["Known", "Snapshots", "keep_spare", "write_receipt"]
 
@@ -78,7 +78,7 @@ class Snapshots:
             for path in matching(
                 self._paths.directory, f"rank-*.{kind}" if rank is None else f"rank-{rank:05d}.{kind}"
             ):
-                path.unlink(missing_ok=True)
+                remove_any(path)
 
     def remove_shards(self, rank: int | None = None, spared: Collection[Path] = ()) -> None:
         """Removes the snapshots and free files of one rank, or of all ranks, and leaves local states alone.
@@ -91,9 +91,9 @@ class Snapshots:
             for directory in self.step_dirs():
                 for path in matching(directory, name):
                     if path.with_suffix(".json") not in spared:
-                        path.unlink(missing_ok=True)
+                        remove_any(path)
         for path in matching(self._paths.slots, "*.slot" if rank is None else f"rank-{rank:05d}-*.slot"):
-            path.unlink(missing_ok=True)
+            remove_any(path)
         for directory in self.step_dirs():
             try:
                 directory.rmdir()
