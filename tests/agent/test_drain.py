@@ -25,6 +25,7 @@ from rekindle.agent.http import send_request
 from rekindle.format.lineage import Incarnation, ShardId
 from rekindle.format.names import step_dir
 from rekindle.memory import starts
+from rekindle.memory.asking import Asking
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir, memory_base
 from rekindle.memory.slots import Slots
@@ -146,6 +147,36 @@ def test_an_agent_drains_soon_after_a_damaged_description_is_whole_again(job, ro
     wait_for(drainer.tick)
     assert drainer.progress.error is None
     assert_sound(root)
+
+
+# -- storage that refuses --------------------------------------------------------------------------------------------
+
+
+def test_a_new_wish_ends_the_pause_after_storage_has_refused_and_an_old_one_does_not(job, root, snapshot):
+    root.write_text("a file in place of the root")
+    snapshot(MB)
+    drainer = Drainer(job)
+    drainer._delay = 30.0  # as after some attempts
+    assert not drainer.tick() and drainer.progress.failures == 1
+    root.unlink()
+    time.sleep(0.6)
+    assert not drainer.tick(), "nobody has asked since"
+    snapshot(MB, step=2)
+    assert drainer.tick() and drainer.progress.failures == 1
+    assert_sound(root, step=2)
+
+
+def test_many_wishes_do_not_hammer_storage_that_refuses(job, root, snapshot):
+    root.write_text("a file in place of the root")
+    snapshot(MB)
+    drainer, asking = Drainer(job), Asking(job.paths)
+    began = time.monotonic()
+    while time.monotonic() < began + 2.2:
+        asking.ask()
+        assert not drainer.tick()
+    seconds = time.monotonic() - began
+    assert 3 <= drainer.progress.failures <= 1 + seconds / 0.5
+    assert drainer._delay <= 1.0, "the pauses begin again"
 
 
 # -- the budget ------------------------------------------------------------------------------------------------------

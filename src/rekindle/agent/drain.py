@@ -21,9 +21,11 @@ from rekindle.errors import CorruptError, FormatError
 from rekindle.format.claim import Starts
 from rekindle.format.lineage import ShardId, continued_by_another
 from rekindle.format.shard import OpenShard
+from rekindle.memory.asking import Asking
 from rekindle.memory.clean_up import remove_departed_ranks
 from rekindle.memory.job import JobInfo
 from rekindle.memory.job_dir import JobDir
+from rekindle.memory.mark import Mark
 from rekindle.memory.starts import read_starts
 from rekindle.storage.catalog import StoredCopy
 from rekindle.storage.checks import describe_rival
@@ -39,7 +41,7 @@ TICK = 0.05
 """Seconds between two looks for something to drain."""
 
 _RETRY_FIRST, _RETRY_LONGEST = 0.5, 30.0
-"""Seconds between attempts while storage refuses, doubled each time."""
+"""Seconds between attempts while storage refuses, doubled each time. A rank that asks has them begin again."""
 _LIMIT_EVERY = 1.0
 """Seconds between looks, during a drain, for the limit that a start of the job has been given since. A look reads a
 small file in memory."""
@@ -111,7 +113,10 @@ class Drainer:
         self._stands_in = StandIn(job, lost_ranks)
         self._thirds = ThirdSlots(job)
         self._hurries = False
-        self._retry_at = 0.0
+        self._wishes = Asking(job.paths)
+        self._wish: Mark = None
+        """Mark of the newest wish that an attempt has met."""
+        self._tried_at = self._retry_at = 0.0
         self._delay = _RETRY_FIRST
         self._limit_at = 0.0
         self._unread: str | None = None
@@ -176,9 +181,10 @@ class Drainer:
         self.progress.moved = time.monotonic()
 
     def _drain_newest(self) -> bool:
-        if time.monotonic() < self._retry_at:
+        if time.monotonic() < self._next_try():
             return False
         info = copy = None
+        self._tried_at, self._wish = time.monotonic(), self._wishes.mark()
         self._note_answer()
         try:
             info = self._read_job()
@@ -206,6 +212,12 @@ class Drainer:
             self.progress.step = self.progress.moved = None
         self._delay = _RETRY_FIRST
         return done
+
+    def _next_try(self) -> float:
+        """Returns the time of the next attempt: soon if a rank has asked since the last one, whatever that came to."""
+        if self._retry_at > self._tried_at and self._wishes.mark() != self._wish:
+            self._delay, self._retry_at = _RETRY_FIRST, min(self._retry_at, self._tried_at + _RETRY_FIRST)
+        return self._retry_at
 
     def _read_job(self) -> JobInfo | None:
         """Returns the job's description; None without one, and while it can't be read, which is reported once.
