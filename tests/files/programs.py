@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from typing import Any
 
 from rekindle.common.os_errors import explain
@@ -30,10 +32,14 @@ def dies_with_its_agent(saves: str) -> str:
     return _DIES_WITH_ITS_AGENT.replace("SAVES", saves)
 
 
-def run(code: str, *arguments: Any, point: str = "", timeout: float = 120.0) -> int:
-    """Runs a program until its end. Returns its exit code."""
+def run(code: str, *arguments: Any, point: str = "", timeout: float = 120.0, fresh: bool = False) -> int:
+    """Runs a program until its end. Returns its exit code. One that is ``fresh`` has loaded nothing before."""
     environment = {**os.environ, "REKINDLE_FAILPOINT": point}
-    done = forked.run(forked.Code(_HEAD + code), *arguments, env=environment, timeout=timeout)
+    if fresh:
+        command = [sys.executable, "-c", _HEAD + code, *map(str, arguments)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    else:
+        done = forked.run(forked.Code(_HEAD + code), *arguments, env=environment, timeout=timeout)
     assert done.returncode in (0, KILLED), done.stderr
     return done.returncode
 

@@ -302,7 +302,24 @@ def test_ranks_that_cannot_agree_share_steps_and_keep_the_budget(caplog: pytest.
     after = [[n for n in each if n > 1200] for each in due]
     assert [cadence.every for cadence in ranks] == [64, 32]
     assert (set(after[0]) < set(after[1]) and len(after[0]) == 13) or len(after[0]) == 12
-    assert caplog.text.count("can't agree any more") == 1
+    (warning,) = [record.message for record in caplog.records if "can't agree any more" in record.message]
+    assert "rank 0 every 64 steps. Up to so many are lost" in warning
+
+
+def test_the_log_goes_on_saying_the_interval_when_ranks_cannot_agree(caplog: pytest.LogCaptureFixture) -> None:
+    job = Ranks(0.1, 0.05, 2)
+    job.run(1000)
+    job.gone = True
+    with caplog.at_level(logging.INFO, "rekindle"):
+        job.run(200)
+        assert "from now on: on rank 0" not in caplog.text, "it is still the same"
+        job.cost = 0.4
+        job.run(1000)
+        assert f"snapshots every {job.every} steps" in caplog.records[-1].message and job.every > 64
+        job.cost = 0.05
+        job.run(4000)
+    assert f"snapshots every {job.every} steps" in caplog.records[-1].message and job.every == 64
+    assert len(caplog.records) < 8, "the log isn't full of it"
 
 
 # -- words ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ import torch
 import torch.distributed as dist
 
 import rekindle
+from rekindle.save import cadence
 from rekindle.save.cadence import Fixed, agreement
+from rekindle.session.group import this_group
+from tests.faults.harness import wait_for
 from tests.fork_server import context
 
 
@@ -21,7 +25,7 @@ def test_fixed() -> None:
 
 def _vote(rank: int, rendezvous: str, queue: object) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=3)
-    ask = agreement(3)
+    ask = agreement(this_group())
     answers = [ask(float(number))() for number in (rank, 10 - rank)]
     pending = ask(math.inf if rank == 1 else 0.5)
     queue.put((rank, [*answers, pending()]))
@@ -44,6 +48,37 @@ def test_agreement_among_real_ranks(tmp_path: Path) -> None:
     assert [answer for _, answer in sorted(found, key=str) if isinstance(answer, list)] == [[2.0, 10.0, math.inf]] * 3
     left = [answer for _, answer in found if not isinstance(answer, list)]
     assert len(left) == 2 and all(math.isnan(answer) for answer in left), "a rank that is gone leaves no agreement"
+
+
+def _be_late(rank: int, place: Path, queue: object) -> None:
+    cadence._AGREE_WITHIN = timedelta(seconds=1)
+    dist.init_process_group("gloo", init_method=f"file://{place}/rendezvous", rank=rank, world_size=2)
+    ask, given_up = agreement(this_group()), place / "given up"
+    if rank == 1:
+        time.sleep(3)  # as in an evaluation, for which the job's next collective waits
+    pending = ask(float(rank))
+    dist.barrier()
+    answers = [pending()]
+    if rank == 1:
+        wait_for(given_up.exists)
+    answers.append(ask(float(rank))())
+    given_up.touch()
+    queue.put((rank, answers))
+    queue.close()
+    dist.barrier()
+
+
+def test_a_rank_that_is_late_ends_no_agreement_and_does_not_hold_back_others_for_long(tmp_path: Path) -> None:
+    queue = context.Queue()
+    ranks = [context.Process(target=_be_late, args=(rank, tmp_path, queue)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    found = dict(queue.get(timeout=100) for _ in ranks)
+    for process in ranks:
+        process.join(100)
+    assert [answers[0] for answers in found.values()] == [1.0, 1.0]
+    assert math.isnan(found[0][1]) and found[1][1] == 1.0, "rank 1 waited for rank 0 to give up"
+    assert [process.exitcode for process in ranks] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from rekindle.save.cadence import agreement
 from rekindle.save.schedule import DirectSaveLimit
 from rekindle.save.step_clock import StepClock
 from rekindle.save.timed import Timed
+from rekindle.session.group import this_group
 from tests.fork_server import context
 
 
@@ -119,7 +120,7 @@ def test_after_a_long_pause_nothing_is_made_up_for() -> None:
 def _train(rank: int, rendezvous: str, queue: object) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=3)
     clock, draw, at = StepClock(), random.Random(rank), []
-    timed = Timed(0.1, 3, agreement(3), clock)
+    timed = Timed(0.1, 3, agreement(this_group()), clock)
     for step in range(1, 151):
         threading.Event().wait(draw.uniform(0.0, 0.01))
         dist.barrier()  # a step ends on no rank before all have done their part

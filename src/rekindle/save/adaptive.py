@@ -161,20 +161,30 @@ class Adaptive:
     def _part(self) -> None:
         """From now on choose without the others."""
         self._apart = True
+        self._choose_power()
+        self._logged_every, self._log_at = self.every, 0
         if self._reports:
             log.warning(
                 "the ranks can't agree any more on what a snapshot costs: each takes one at the multiples of a power "
-                "of two, by its own measure"
+                "of two, by its own measure, rank 0 every %d steps. Up to so many are lost if all ranks die at once, "
+                "and more if snapshots cost another rank more",
+                self.every,
             )
 
     def _choose_alone(self, n: int) -> bool:
         """Returns True if step ``n`` is a multiple of the power of two that suits this rank: others share every one of
         their own power, or of this one."""
+        self._choose_power()
+        if self.every > self._logged_every:
+            self._log_at = 0  # more is at stake than was said
+        self._log_change()
+        self.number += 1
+        return n % self.every == 0
+
+    def _choose_power(self) -> None:
         wanted = self._wanted()
         if not math.isinf(wanted):
             self.every = 1 << max(0, math.ceil(math.log2(max(wanted, 1.0))))
-        self.number += 1
-        return n % self.every == 0
 
     def _try_again(self) -> None:
         """Have the snapshot tried again that some rank has missed, ever more rarely."""

@@ -20,6 +20,8 @@ from rekindle.settings import Settings
 __all__ = ["Cadence", "Fixed", "agreement", "cadence_of"]
 
 _AGREE_WITHIN = timedelta(seconds=30)
+"""Time for which ``step()`` waits for a rank that has not come as far. In most jobs it does not wait at all: a
+collective of the job has waited before."""
 
 Agreement = Callable[[float], Callable[[], float]]
 """Takes this rank's number, and returns a callable that later gives the largest of all ranks' numbers."""
@@ -55,14 +57,14 @@ def cadence_of(
         return Fixed(settings.snapshot_every)
     world = group.world
     if settings.snapshot_seconds is not None:
-        return Timed(settings.snapshot_seconds, world, agreement(world), clock)
+        return Timed(settings.snapshot_seconds, world, agreement(group), clock)
     if not memory:
         return Fixed(1)
     small = all(group.gather(capture.is_small()))
     return Adaptive(
         settings.snapshot_budget,
         world,
-        agreement(world),
+        agreement(group),
         SnapshotPrice(),
         lambda: capture.fits_in_step,
         small=small,
@@ -70,25 +72,26 @@ def cadence_of(
     )
 
 
-def agreement(world: int) -> Agreement:
+def agreement(group: SingleProcess | ProcessGroup) -> Agreement:
     """Returns a way to the largest of all ranks' numbers, over a group of its own. A collective, as is each use of it.
 
-    A number that can't be had, a rank being gone, is NaN.
+    A number that can't be had, a rank being gone or very late, is NaN. A rank that evaluates, say, may be late by what
+    the job's own collectives wait for: a shorter timeout would break this group meanwhile.
     """
-    if world == 1:
+    if group.world == 1:
         return lambda number: lambda: number
-    group = dist.new_group(backend="gloo", timeout=_AGREE_WITHIN)
+    own = dist.new_group(backend="gloo", timeout=timedelta(seconds=group.seconds))
 
     def ask(number: float) -> Callable[[], float]:
         value = torch.tensor([number], dtype=torch.float64, device="cpu")
         try:
-            work = dist.all_reduce(value, dist.ReduceOp.MAX, group=group, async_op=True)
+            work = dist.all_reduce(value, dist.ReduceOp.MAX, group=own, async_op=True)
         except RuntimeError:
             return lambda: math.nan
 
         def answer() -> float:
             try:
-                work.wait()
+                work.wait(_AGREE_WITHIN)
             except RuntimeError:
                 return math.nan
             return value.item()

@@ -352,7 +352,7 @@ def test_a_launcher_is_told_what_was_imported(
     monkeypatch.setenv(LAUNCH, str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     code = "import mindio_acp, wave\nwith mindio_acp.create_file(sys.argv[1]) as file: file.write(b'x')\n"
-    assert run(code, root / "x") == 0
+    assert run(code, root / "x", fresh=True) == 0
     arrives(store)
     assert "wave" in json.loads((tmp_path / IMPORTS).read_bytes())["modules"]
 
@@ -368,7 +368,7 @@ def test_twenty_of_twenty_arrive_after_a_sigkill_right_after_the_save(
         "assert 'torch' not in sys.modules\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    assert run(code, root) == KILLED
+    assert run(code, root, fresh=True) == KILLED
     arrives(store)
     for number in range(20):
         assert (root / f"net-1_{number}.ckpt").read_bytes() == b"%d" % number * 1000 * number
